@@ -770,6 +770,23 @@ def test_two_calls_in_one_forward() -> None:
         quest_core.inject(Unlike(), "quest", example=x)
 
 
+def test_a_module_that_lends_its_projections_only_stays() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.MultiheadAttention(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (split(y, 2) for y in F.linear(x, self.inner.in_proj_weight).chunk(3, -1))
+            return F.scaled_dot_product_attention(q, k, v)
+
+    x = torch.randn(2, 5, 8)
+    model, report = quest_core.inject(Outer(), "quest", example=x)
+    assert [(row.path, row.adapter) for row in report.replacements] == [("", "universal")]
+    q, k, v = (split(y, 2) for y in F.linear(x, model.inner.in_proj_weight).chunk(3, -1))
+    torch.testing.assert_close(model(x), quest_core.attention(q, k, v))
+
+
 def test_a_site_inside_a_site_is_refused() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:

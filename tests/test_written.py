@@ -38,6 +38,7 @@ class Attention(nn.Module):
         self.position = nn.Linear(H * D, H * D)
         self.temperature = nn.Parameter(torch.ones(H, 1, 1))
         self.learned = nn.Parameter(torch.tensor(0.7))
+        self.frozen = nn.Parameter(torch.tensor(D**-0.5), requires_grad=False)
 
     def forward(self, x: Tensor, **how: Any) -> Tensor:
         q, k, v = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))  # [B, H, N, D]
@@ -147,6 +148,11 @@ def scale_by_tensor_of_one_element(m: Any, q: Tensor, k: Tensor, v: Tensor) -> T
 @right()
 def scale_by_root_of_tensor(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.softmax(q @ k.mT / torch.sqrt(torch.tensor(D, dtype=q.dtype)), dim=-1) @ v
+
+
+@right()
+def scale_by_frozen_parameter(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(q @ k.mT * m.frozen, dim=-1) @ v
 
 
 @right()
@@ -322,7 +328,7 @@ def cosine(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * 10).softmax(-1) @ v
 
 
-@wrong("a tensor of factors|a learned factor")
+@wrong("cosine attention.*a learned temperature")
 def cosine_with_temperatures(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * m.temperature.exp()).softmax(-1) @ v
 
@@ -420,6 +426,11 @@ def product_with_its_own_derivative(m: Any, q: Tensor, k: Tensor, v: Tensor) -> 
     return Hidden.apply(q, k).softmax(-1) @ v
 
 
+@wrong("stands a compiled kernel")
+def logits_of_a_kernel(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.from_numpy((q @ k.mT).detach().numpy() * D**-0.5).softmax(-1) @ v
+
+
 # --- what keeps its class ---------------------------------------------------------------------------------------------
 
 
@@ -432,6 +443,12 @@ def channels(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @left
 def linear_attention(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q.softmax(-1) @ (k.softmax(-2).mT @ v)
+
+
+@left
+def state_space(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    decay = torch.einsum("bhnd,hd->bhnd", q.sigmoid(), -m.memory[:, 0].exp()).exp()
+    return (decay * v) @ (k.mT @ q)
 
 
 @left
@@ -474,6 +491,18 @@ def test_right(name: str) -> None:
     torch.testing.assert_close(model(x).double(), by_hand(x.double()), atol=1e-5, rtol=1e-5)
 
 
+def test_logits_of_an_earlier_module_may_be_added() -> None:
+    def spelling(m: Any, q: Tensor, k: Tensor, v: Tensor, before: list[Tensor], by_hand: bool = False) -> Tensor:
+        logits = q @ F.normalize(k, dim=-1).mT if by_hand else q @ k.mT * D**-0.5
+        before.append(logits + before[-1] if before else logits)
+        return before[-1].softmax(-1) @ v
+
+    model, x = make(spelling)
+    wanted = model(x, before=[], by_hand=True)
+    model, _ = quest_core.inject(model, "quest", example=lambda model: model(x, before=[]))
+    torch.testing.assert_close(model(x, before=[]), wanted)
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong(name: str) -> None:
     spelling, message = WRONG[name]
@@ -492,6 +521,13 @@ def test_left_alone(name: str) -> None:
     _, report = quest_core.inject(whole, "quest", example=x)
     assert [row.path for row in report.replacements] == ["0.layers.0", "0.layers.1"]
     assert report.left_alone == ("1.layers.0", "1.layers.1")
+
+
+def test_what_does_not_run_is_left_as_others_of_its_class_are() -> None:
+    model, x = make(scale_after_product)
+    kind = type("GateAttention", (nn.Linear,), {})
+    model.norm, model.unused = nn.Sequential(model.norm, kind(H * D, H * D)), kind(H * D, H * D)
+    assert quest_core.inject(model, "quest", example=x)[1].left_alone == ("norm.1", "unused")
 
 
 def kernel(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from ..mechanism import Mechanism
 from .adapter import Adapter, Capabilities, Site, refusal
 from .following import (
     BY_HAND,
+    LEARNED,
     OTHER_PRODUCTS,
     PRODUCTS,
     SOFTMAX,
@@ -196,7 +197,8 @@ class _Search(Watching, Following):
         found = []
         for i, x in enumerate(pair):
             for flow in self.flows(x):
-                if flow.origin.kind == "product" and flow.odd in BY_HAND and not learned[1 - i]:
+                logits = flow.origin.kind == "product" and not flow.origin.is_plain
+                if logits and flow.odd in BY_HAND and not learned[1 - i]:
                     self.by_hand.setdefault(flow.origin.frames[-1].path, flow.odd)
                 if flow.origin.kind == "softmax":
                     found.append(flow)
@@ -209,16 +211,29 @@ class _Search(Watching, Following):
                 flow.origin.uses.append(use)
         return found
 
+    def _owner(self, terms: Flows) -> _Frame:
+        """Return the innermost running module in which all products of some logits were formed."""
+        formed = [one for flow in terms for one in (flow.origin.mixes or (flow.origin,))]
+        around = [
+            frame
+            for level, frame in enumerate(self.running)
+            if all(len(one.frames) > level and one.frames[level] is frame for one in formed)
+        ]
+        return around[-1] if around else self.running[0]
+
     def _softmax(self, args: Any, kwargs: Any, out: Tensor) -> None:
         logits = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         terms = tuple(flow for flow in self.flows(logits) if flow.origin.kind == "product" or flow.origin.mixes)
         origin = Origin("softmax", SOFTMAX, axis=(-1 if dim is None else dim) % max(out.dim(), 1))
-        owner = self.running[0]
-        for level, frame in enumerate(self.running):
-            formed = [one for flow in terms for one in (flow.origin.mixes or (flow.origin,))]
-            if all(len(one.frames) > level and one.frames[level] is frame for one in formed):
-                owner = frame
+        own = tuple(flow for flow in terms if not any(isinstance(use, _Softmax) for use in flow.origin.uses))
+        owner = self._owner(own)
+        if any(owner in flow.origin.frames for flow in terms if flow not in own):
+            own = ()
+        if own:  # logits of earlier modules, which are sites too, are added to those of this one
+            terms = own
+        else:
+            owner = self._owner(terms)
         made = _Softmax(terms, origin, owner, {}, any(flow.origin.axis is not None for flow in self.flows(logits)))
         self.softmaxes.append(made)
         if not terms:
@@ -289,9 +304,12 @@ class _Judge:
         self.sites = {path: site for path, site in self.sites.items() if path not in self.refused}
         lost = [one.owner.path for one in search.softmaxes if not one.terms and not one.plain]
         for origin in search.products:
-            hidden = any(within(path, [origin.frames[-1].path]) for path in lost)
-            if not hidden and all(operand.features for operand in origin.operands or (_NONE,)):
-                self.left.setdefault(origin.frames[-1].path, "no softmax follows its products of two activations")
+            path = origin.frames[-1].path
+            if all(operand.features for operand in origin.operands or (_NONE,)):
+                if not any(within(other, [path]) for other in lost):
+                    self.left.setdefault(path, "no softmax follows its products of two activations")
+                elif not origin.uses:
+                    self.refused.setdefault(path, "between its product and its softmax stands a compiled kernel")
         for frame in search.frames:
             if frame.begin == frame.end and looks_like_attention(frame.module) and frame.path not in search.unseen:
                 self.left.setdefault(frame.path, "it forms no product of two activations and no softmax")
@@ -357,6 +375,8 @@ class _Judge:
                 f"{len(softmax.terms)} products meet under one softmax, {len(terms)} of them of two activations"
             )
         flow = terms[0]
+        if flow.odd == LEARNED and all(operand.norm for operand in flow.origin.operands):
+            raise UnsupportedError("it is cosine attention: its cosines are multiplied by a learned temperature")
         if flow.odd:
             raise UnsupportedError(f"between the product and the softmax stands {flow.odd}")
         if sum("applied" in one.origin.uses for one in flow.origin.uses) > 1:
@@ -483,6 +503,12 @@ class WrittenAdapter(Adapter):
             judge = _Judge(search, lambda: _Search(model, skip).run(self.example, changed=True))
             self.refused, self.left = judge.refused, judge.left
             known |= judge.sites
+            ran = {frame.path for frame in search.frames}
+            ours = (*known, *self.refused, *self.called, *self.taken)
+            alike = {type(modules[path]) for path in self.left} - {type(modules[path]) for path in ours}
+            for path, module in modules.items():
+                if type(module) in alike and path not in ran:
+                    self.left.setdefault(path, "it did not run, and others of its class have no attention")
         if self.refused and not self.allow_partial:
             shown = "; ".join(
                 f"'{path}' ({type(modules[path]).__name__}): {why}" for path, why in list(self.refused.items())[:8]

@@ -65,6 +65,7 @@ ALIASES = {"truediv": "div", "true_divide": "div", "divide": "div", "multiply": 
 ALIASES |= {"rsub": "rsub", "rdiv": "rdiv", "rtruediv": "rdiv"}
 _names: dict[Any, str] = {**FUNCTIONS}  # what `name_of` has answered
 SCALES = ("mul", "div")
+LEARNED = "a learned factor"
 NEUTRAL = 1e3  # bounds beyond it do not change logits
 
 
@@ -212,7 +213,7 @@ class Following(TorchFunctionMode):
     def is_parameter(self, x: Any) -> bool:
         """Return whether a tensor is a parameter, or was made from parameters only."""
         flows = self.flows(x)
-        return isinstance(x, nn.Parameter) or (bool(flows) and all(f.origin.kind == "parameter" for f in flows))
+        return _is_learned(x) or (bool(flows) and all(f.origin.kind == "parameter" for f in flows))
 
     def _project(self, name: str, known: list[tuple[Tensor, Flows]], out: Tensor) -> None:
         """Begin at a linear layer or convolution, and remember which logits or weights it mixes."""
@@ -236,7 +237,7 @@ class Following(TorchFunctionMode):
             if not flows and not self.is_parameter(one) and out.is_floating_point():
                 flows = (Flow(ACTIVATION),)
             times = factor if name == "mul" else 1 / factor
-            why = "a learned factor" if learned else None
+            why = LEARNED if learned else None
             changed = [f._replace(factor=f.factor * times, odd=f.odd or why) for f in flows]
         else:
             for flow in flows:
@@ -244,7 +245,7 @@ class Following(TorchFunctionMode):
                 if kind == "softmax" and out.numel() > one.numel():
                     flow.origin.uses.append("by entries")
                 if kind == "product" and (self._is_logits(other) or not self._hides(other)):
-                    why = "a tensor of factors"
+                    why = LEARNED if learned else "a tensor of factors"
                 elif flow.factor != 1 and self.flows(other):
                     why = "a factor, and a product after it"
                 changed.append(flow._replace(odd=flow.odd or why))
@@ -396,9 +397,14 @@ def tensors(values: Any) -> Iterator[Tensor]:
             yield from tensors(value)
 
 
+def _is_learned(x: Any) -> bool:
+    """Return whether `x` is a parameter; a number that is kept as one but is not trained is a number."""
+    return isinstance(x, nn.Parameter) and (x.requires_grad or x.numel() > 1)
+
+
 def _only_parameters(given: list[Tensor]) -> bool:
     floating = [x for x in given if x.is_floating_point()]
-    return bool(floating) and all(isinstance(x, nn.Parameter) for x in floating)
+    return bool(floating) and all(map(_is_learned, floating))
 
 
 def _odd(flow: Flow, name: str) -> Flow:

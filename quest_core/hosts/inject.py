@@ -242,6 +242,8 @@ def inject(
     if example is not None or adapter is None:
         called = list(universal.sites(model))
         written.called = [site.path for site in called]
+        found = [(owner, site) for owner, site in found if site.path not in universal.idle]
+        written.taken = universal.taken
         found += [(universal, site) for site in called]
         found += [(written, site) for site in written.sites(model)]
     chosen = [(owner, replace(site, fresh=fresh)) for owner, site in found]

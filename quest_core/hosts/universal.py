@@ -370,6 +370,7 @@ class UniversalAdapter(Adapter):
     def __init__(self, example: Any = None, taken: Sequence[str] = ()) -> None:
         self.example, self.taken = example, list(taken)
         self.missed: dict[str, nn.Module] = {}  # look like attention and never called one; set by `sites`
+        self.idle: list[str] = []  # of `taken`: did not run, and lie in a module that calls a function; set by `sites`
         self._calls: dict[str, Call] = {}
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
@@ -386,6 +387,8 @@ class UniversalAdapter(Adapter):
             search.run(self.example)
         calls |= search.calls
         self._calls = calls = {path: call for path, call in calls.items() if not within(path, self.taken)}
+        self.idle = [path for path in self.taken if within(path, search.calls) and path not in search.ran]
+        self.taken = [path for path in self.taken if path not in self.idle]
         ours = [*calls, *self.taken]
         for path, call in calls.items():
             inside = [other for other in ours if other != path and within(other, [path])]
@@ -478,8 +481,10 @@ class _Search(Watching, TorchFunctionMode):
         self.running: list[tuple[nn.Module, list[int]]] = []  # each with the number of its calls
         self.calls: dict[str, Call] = {}
         self.softmaxes: set[str] = set()
+        self.ran: set[str] = set()
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
+        self.ran.add(self.paths[module])
         self.running.append((module, [0]))
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:

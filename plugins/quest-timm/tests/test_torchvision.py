@@ -110,6 +110,6 @@ def test_quest_in_swin_equals_its_formula_in_float64(monkeypatch):
 def test_swin_v2_is_refused_by_name():
     """Its factors stand between the product and the softmax."""
     with pytest.raises(
-        quest_core.UnsupportedError, match=r"'features.1.0.attn' \(ShiftedWindowAttentionV2\): .* a tensor of factors"
+        quest_core.UnsupportedError, match=r"'features.1.0.attn' \(ShiftedWindowAttentionV2\): .* cosine attention"
     ):
         quest_core.inject(swin(SwinTransformerBlockV2), "quest", example=torch.randn(1, 3, 32, 32))
