@@ -14,20 +14,53 @@ from quest_core.registry import mechanisms
 
 MECHANISMS = [
     *(name for name, part in mechanisms().items() if part.axis == "score" and not part.chained),
-    "quest+gqa(kv_heads=2)",
-    "qknorm+mqa",
+    *("quest+gqa(kv_heads=2)", "qknorm+mqa", "quest+dgqa(kv_heads=2)", "quest+sigmoid", "sinkhorn", "linear", "cosine"),
+    *("aft-simple", "aft-full(max_length=9)", "aft-local(max_length=9, window=3)", "aft-conv(dims=1, window=3)"),
 ]
 
 
+@pytest.mark.parametrize("heads", [4, 1])
 @pytest.mark.parametrize("attention", MECHANISMS)
-def test_is_projections_around_the_mechanism(attention: str) -> None:
-    layer = Attention(12, 4, attention, context_dim=6).eval()
-    x, context = torch.randn(2, 5, 12), torch.randn(2, 7, 6)
-    real = torch.rand(2, 7) > 0.3
-    q = layer.q_proj(x).view(2, 5, 4, 3).transpose(1, 2)
-    k, v = (p(context).view(2, 7, layer.kv_heads, 3).transpose(1, 2) for p in (layer.k_proj, layer.v_proj))
-    want = layer.mechanism(q, k, v, attn_mask=real[:, None, None]).transpose(1, 2).reshape(2, 5, 12)
-    torch.testing.assert_close(layer(x, context, key_mask=real), layer.out_proj(want))
+def test_is_projections_around_the_mechanism(attention: str, heads: int) -> None:
+    """What mechanisms compute is tested in tests/grid."""
+    if heads == 1 and "gqa" in attention:
+        return
+    x, real = torch.randn(2, 5, 12), torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+    for context in (None, torch.randn(2, 7, 6)):
+        if context is not None and attention.startswith(("aft-local", "aft-conv")):
+            continue
+        layer = Attention(12, heads, attention, context_dim=None if context is None else 6).eval()
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter, std=0.5)
+        seen = real if context is None else torch.rand(2, 7) > 0.3
+        source = x if context is None else context
+        q, k, v = (
+            p(y).unflatten(-1, (n, -1)).transpose(1, 2)
+            for p, y, n in (
+                (layer.q_proj, x, heads), (layer.k_proj, source, layer.kv_heads), (layer.v_proj, source, layer.kv_heads)
+            )
+        )  # fmt: skip
+        mask = layer.mechanism.padding_mask(seen, same_tokens=context is None)
+        for causal in (False, True)[: 1 + (context is None and not layer.mechanism._no_causal)]:
+            want = layer.mechanism(q, k, v, attn_mask=mask, is_causal=causal).transpose(1, 2).flatten(2)
+            got = layer(x, context, key_mask=seen, is_causal=causal)
+            torch.testing.assert_close(got, layer.out_proj(want))
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("attention", MECHANISMS)
+def test_multihead_attention_is_too(attention: str, need_weights: bool) -> None:
+    layer = quest_core.MultiheadAttention(12, 4, batch_first=True, attention=attention).eval()
+    if need_weights and layer.mechanism.family is not None:  # which has none
+        return
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    x = torch.randn(2, 5, 12)
+    packed = torch.nn.functional.linear(x, layer.in_proj_weight, layer.in_proj_bias)
+    parts = zip(packed.split(layer.head_sizes.widths, -1), (4, layer.kv_heads, layer.kv_heads), strict=True)
+    want = layer.mechanism(*(part.unflatten(-1, (n, -1)).transpose(1, 2) for part, n in parts))
+    got = layer(x, x, x, need_weights=need_weights)[0]
+    torch.testing.assert_close(got, layer.out_proj(want.transpose(1, 2).flatten(2)))
 
 
 def test_masks_combine() -> None:
@@ -47,11 +80,6 @@ def test_dropout_only_while_training() -> None:
     assert not torch.equal(layer(x), layer(x))
     layer.eval()
     assert torch.equal(layer(x), layer(x))
-
-
-def test_half_precision_modules() -> None:
-    layer = Attention(8, 2, "qknorm", dtype=torch.bfloat16)
-    assert layer(torch.randn(1, 3, 8).bfloat16()).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

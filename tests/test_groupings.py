@@ -16,9 +16,6 @@ from torch import Tensor
 import quest_core
 from quest_core.checkpoints import ENTRY
 from quest_core.mechanisms.groupings import allocate, head_index, key_norms
-from quest_core.testing.truth import exact
-
-KEY_DRIVEN = ("kdgqa", "dgqa")
 
 
 def by_hand(importance: list[Fraction], heads: int, least: int = 0) -> list[int]:
@@ -59,19 +56,6 @@ def test_kdgqa_follows_the_paper() -> None:
         assert made.grouping(equal, 6, None).tolist() == [0, 0, 1, 1, 2, 2]
     least = quest_core.Mechanism("kdgqa(kv_heads=3, min_queries=1)", num_heads=6, head_dim=4)
     assert least.grouping(keys([1.0, 2.0, 3.0]), 6, None).tolist() == [0, 1, 1, 2, 2, 2]
-
-
-@pytest.mark.parametrize("score", ["standard", "quest", "qnorm"])
-def test_key_driven_attention_is_attention_with_the_assigned_heads(score: str) -> None:
-    torch.manual_seed(0)
-    q, v = torch.randn(2, 6, 5, 4, dtype=torch.float64), torch.randn(2, 3, 7, 4, dtype=torch.float64)
-    k = keys([1.0, 2.0, 3.0], tokens=7)
-    head = torch.tensor([1, 1, 2, 2, 2, 2])
-    want = exact(quest_core.Mechanism(score), q, k[:, head], v[:, head])[0]
-    got = quest_core.attention(q, k, v, f"{score}+kdgqa")
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    made = quest_core.Mechanism(f"{score}+kdgqa(kv_heads=3)", num_heads=6, head_dim=4)
-    torch.testing.assert_close(made.forward_with_weights(q, k, v)[0], want, rtol=1e-12, atol=1e-12)
 
 
 def test_padding_and_batch_size_do_not_change_the_norms() -> None:

@@ -119,20 +119,6 @@ def test_long_causal_sequences_equal_the_reference(name: str, masked: bool) -> N
     torch.testing.assert_close(made(q, k, v, attn_mask=as_mask(seen), is_causal=True), want, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", NAMES)
-def test_gradients_pass_gradcheck(name: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "CHUNK", 2)
-    made = build(name, 2, 3)
-    inputs = (*(x.requires_grad_() for x in tensors(2, 2, 9, 10, 3)), *made.parameters())
-    mask = torch.ones(2, 1, 1, 10, dtype=torch.bool)
-    mask[0, ..., 3], mask[1] = False, False  # a hidden key; a sample that sees nothing
-    for chosen in (None, mask):
-        assert torch.autograd.gradcheck(
-            lambda *x, m=chosen: made(x[0], x[1], x[2], attn_mask=m, is_causal=is_causal), inputs
-        )
-
-
 def test_features_far_below_zero_do_not_cancel() -> None:
     """elu(-30) + 1 is 0 in float32, exp(-30) is not: a query of such features still has its weights."""
     q, k, v = (
@@ -168,28 +154,6 @@ def test_the_starting_value_is_that_of_the_specification() -> None:
     q = k = torch.tensor([2.0, 0, 0, 0]).expand(1, 3, 9, 4)
     out = made(q, k, torch.ones(1, 3, 9, 4))  # every cosine is 1: the output is n / n^σ(½)
     torch.testing.assert_close(out, torch.full_like(out, 9 ** (1 - 1 / (1 + math.exp(-0.5)))))
-
-
-@pytest.mark.parametrize("additive", [False, True])
-@pytest.mark.parametrize("name", NAMES)
-def test_decoding_leaves_out_hidden_tokens(name: str, additive: bool) -> None:
-    q, k, v = tensors(3, 2, 9, 9, 4)
-    made = build(name, 2, 4)
-    seen = torch.rand(3, 9) > 0.4
-    seen[0, :3] = False  # padding on the left: queries that see no key
-    seen[1] = True
-    seen[2, :2] = True  # the first mask comes after a step without one
-    mask = as_mask(seen, additive)
-    want = made(q, k, v, attn_mask=mask, is_causal=True)
-    for steps in ([1] * 9, [2, 4, 3]):
-        cache, done, outputs = quest_core.Cache(), 0, []
-        rows = slice(2, 3) if steps[0] == 2 else slice(None)
-        for count in steps:
-            new = [x[rows, :, done : done + count] for x in (q, k, v)]
-            given = None if steps[0] == 2 and done == 0 else mask[rows, ..., : done + count]
-            outputs.append(made.decode(*new, cache, attn_mask=given))
-            done += count
-        torch.testing.assert_close(torch.cat(outputs, 2), want[rows])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -238,18 +202,3 @@ def test_memory_is_linear_in_the_tokens(name: str, is_causal: bool) -> None:
         assert seen.elements <= 2 * tokens * max(linear.CHUNK, dim + 1)  # C×C products of a chunk, or an input
         recorded.append(seen.made)
     assert recorded[1] <= 2.05 * recorded[0]
-
-
-def test_refusals_say_why() -> None:
-    q, k, v = tensors(2, 1, 3, 3, 2)
-    linear_, cosine = (build(name, 1, 2) for name in NAMES)
-    with pytest.raises(quest_core.UnsupportedError, match=r"takes only masks of keys, \[B, 1, 1, M\]"):
-        linear_(q, k, v, attn_mask=torch.ones(3, 3, dtype=torch.bool))
-    with pytest.raises(quest_core.UnsupportedError, match="'cosine' has no weights to drop"):
-        cosine(q, k, v, dropout_p=0.1)
-    with pytest.raises(quest_core.UnsupportedError, match="never forms weights"):
-        cosine.forward_with_weights(q, k, v)
-    with pytest.raises(quest_core.ConfigError, match="'linear' never forms attention weights, so it is not combined"):
-        quest_core.AttentionConfig.parse("linear+sigmoid")
-    with pytest.raises(quest_core.ConfigError, match="'cosine' has learnable parameters"):
-        quest_core.attention(q, k, v, "cosine")

@@ -133,36 +133,6 @@ def test_numbers_are_those_of_the_formulas(
         assert all(b >= x - 1e-5 for b, x in zip(seen["logit_bound"], seen["max_logit"], strict=True))
 
 
-def test_quest_by_hand() -> None:
-    """One head, two queries, two keys: unit keys along the axes."""
-    m = quest_core.Mechanism("quest", num_heads=1, head_dim=2)
-    q = torch.tensor([[[[3.0, 4.0], [0.0, 0.0]]]])
-    k = torch.tensor([[[[2.0, 0.0], [0.0, 5.0]]]])
-    with Monitor(m) as monitor:
-        m(q, k, torch.zeros_like(k))
-    p = math.exp(3) / (math.exp(3) + math.exp(4))
-    entropy = -p * math.log(p) - (1 - p) * math.log(1 - p)
-    wanted = {
-        "max_logit": 4.0,
-        "entropy": (entropy + math.log(2)) / 2,
-        "top_key_share": (1 - p + 0.5) / 2,
-        "query_norm_mean": 2.5,
-        "query_norm_max": 5.0,
-        "key_norm_mean": 3.5,
-        "key_norm_max": 5.0,
-        "logit_bound": 5.0,
-    }
-    assert {name: value for name, (value,) in monitor.collect()["mechanism"].items()} == pytest.approx(wanted)
-
-
-def test_more_queries_than_keys_leave_the_first_ones_blind() -> None:
-    q, k, v = inputs(n=6, m=4)
-    m = mechanism("quest")
-    with Monitor(m) as monitor:
-        m(q, k, v, is_causal=True)
-    assert_same(monitor.collect()["mechanism"], expected(m, q, k, v, is_causal=True))
-
-
 def test_elliptical_is_observed_with_the_queries_that_it_stretched() -> None:
     first, second = mechanism("elliptical-quest"), mechanism("elliptical-quest")
     model = nn.ModuleList([first, second])

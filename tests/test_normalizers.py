@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,6 @@ from quest_core.mechanisms import naive
 from quest_core.ops import (
     hides_the_future,
 )
-from quest_core.registry import mechanisms
 from quest_core.testing.truth import exact
 
 SPECS: list[tuple[str, str, dict[str, float]]] = [
@@ -33,7 +32,6 @@ SPECS: list[tuple[str, str, dict[str, float]]] = [
     ("quest+sinkhorn(iterations=6)", "sinkhorn", {"iterations": 6}),
 ]
 PATHS = ["plain", "blocks"]
-IDS = [spec for spec, _, _ in SPECS]
 
 
 @contextmanager
@@ -79,7 +77,6 @@ def make_mask(kind: str, batch: int, heads: int, n: int, m: int, seed: int = 0) 
     return torch.randn(shape, generator=made, dtype=torch.float64).masked_fill(~seen, -math.inf)
 
 
-SCORES = [name for name, part in mechanisms().items() if part.axis == "score" and not part.chained]
 MASKS = ["none", "bool", "per head", "keys", "additive", "additive keys", "queries and keys"]
 
 
@@ -134,96 +131,6 @@ def test_outputs_weights_and_gradients_equal_the_reference(problem: dict[str, An
         torch.testing.assert_close(mine, true, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("grouping", ["", "+gqa(kv_heads=2)"])
-@pytest.mark.parametrize("normalizer", ["softmax", "sigmoid", "sinkhorn"])
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("way", PATHS)
-def test_every_score_with_every_normalizer_and_grouping(way: str, score: str, normalizer: str, grouping: str) -> None:
-    made = quest_core.Mechanism(f"{score}+{normalizer}{grouping}", num_heads=4, head_dim=6).double()
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.mul_(1 + 0.3 * torch.rand_like(parameter))
-    q, k, v = tensors(2, 4, 2 if grouping else 4, 7, 8, 6)
-    mask = make_mask("queries and keys", 2, 4, 7, 8)
-    want = exact(made, q, k, v, attn_mask=mask)
-    with path(way):
-        got = made(q, k, v, attn_mask=mask)
-    torch.testing.assert_close(got, want[0], rtol=1e-11, atol=1e-11)
-    torch.testing.assert_close(made.forward_with_weights(q, k, v, attn_mask=mask)[1], want[1], rtol=1e-11, atol=1e-11)
-
-
-@pytest.mark.parametrize("way", PATHS)
-@pytest.mark.parametrize("spec", IDS)
-def test_gradients_pass_gradcheck(spec: str, way: str) -> None:
-    inputs = tuple(x.requires_grad_() for x in tensors(1, 2, 1, 4, 5, 3))
-    mask = torch.rand(4, 5) > 0.3
-    mask[2], mask[:, 1] = False, False  # a query that sees nothing, a key that no query sees
-    mask[0, 0] = True
-    with path(way):
-        for chosen in (None, mask):
-            assert torch.autograd.gradcheck(
-                lambda *x, m=chosen: quest_core.attention(*x, f"{spec}+gqa", attn_mask=m), inputs
-            )
-
-
-def plain(name: str, q: Tensor, k: Tensor, v: Tensor, iterations: int) -> Tensor:
-    """The formula written down with operations of the inputs' own type."""
-    score = q @ naive.unit(k).mT
-    if name == "sigmoid":
-        return (score - math.log(k.shape[2])).sigmoid() @ v
-    weight = score.softmax(-1)
-    for step in range(1, iterations):
-        weight = weight / weight.sum(-2 if step % 2 else -1, keepdim=True)
-    return weight @ v
-
-
-@pytest.mark.parametrize("way", PATHS)
-@pytest.mark.parametrize("spec", ["quest+sigmoid", "quest+sinkhorn", "quest+sinkhorn(iterations=4)"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_error_is_at_most_twice_that_of_plain_arithmetic(spec: str, dtype: torch.dtype, way: str) -> None:
-    config = quest_core.AttentionConfig.parse(spec)
-    iterations = config.option("iterations") or 0
-    probe = tensors(4, 4, 4, 64, 64, 16, seed=1)[0].to(dtype)
-    values: dict[str, tuple[Tensor, tuple[Tensor, ...]]] = {}
-    for kind in ("exact", "mine", "plain"):
-        inputs = [x.to(dtype) for x in tensors(4, 4, 4, 64, 64, 16)]
-        inputs = [(x.double() if kind == "exact" else x).detach().requires_grad_() for x in inputs]
-        if kind == "mine":
-            with path(way):
-                out = quest_core.attention(*inputs, config)
-                assert out.dtype == dtype
-                values[kind] = out, torch.autograd.grad((out * probe).sum(), inputs)
-        else:
-            out = plain(config["normalizer"], *inputs, iterations)
-            values[kind] = out, torch.autograd.grad((out * probe).sum(), inputs)
-
-    def error(kind: str, pick: Callable[[Any], Tensor]) -> Tensor:
-        return (pick(values[kind]).double() - pick(values["exact"])).pow(2).mean().sqrt()
-
-    assert error("mine", lambda x: x[0]) <= 2 * error("plain", lambda x: x[0])
-    for i in range(3):
-        assert error("mine", lambda x, i=i: x[1][i]) <= 2 * error("plain", lambda x, i=i: x[1][i])
-
-
-@pytest.mark.parametrize("way", PATHS)
-@pytest.mark.parametrize("spec", IDS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_zero_keys_and_blind_rows_stay_finite(spec: str, dtype: torch.dtype, way: str) -> None:
-    q, k, v = (x.to(dtype) for x in tensors(2, 2, 2, 7, 5, 8))
-    q[0, 0, 1], k[:, :, 2], k[0] = 0, 0, 0
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    mask = torch.ones(7, 5, dtype=torch.bool)
-    mask[3:6], mask[:, 4] = False, False
-    with path(way):
-        for seen in (mask, torch.zeros(7, 5, dtype=dtype).masked_fill(~mask, -math.inf)):
-            out = quest_core.attention(*inputs, spec, attn_mask=seen)
-            assert out.isfinite().all()
-            assert (out[:, :, 3:6] == 0).all()
-            gradients = torch.autograd.grad(out.float().square().sum(), inputs)
-            assert all(g.isfinite().all() for g in gradients)
-            assert (gradients[1][:, :, 4] == 0).all()
-
-
 @pytest.mark.parametrize("way", PATHS)
 def test_logits_of_a_thousand_stay_exact(way: str) -> None:
     """A key that no query wants still has to fill its column: e^-1000 is scaled up without passing through 0."""
@@ -242,16 +149,6 @@ def test_logits_of_a_thousand_stay_exact(way: str) -> None:
 def weights_of(spec: str, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
     made = quest_core.Mechanism(spec, num_heads=q.shape[1], head_dim=q.shape[-1])
     return made.forward_with_weights(q, k, torch.zeros_like(k), attn_mask=mask)[1]
-
-
-def test_one_half_step_is_softmax() -> None:
-    q, k, v = tensors(2, 2, 2, 5, 7, 4)
-    mask = make_mask("bool", 2, 2, 5, 7)
-    for m in (None, mask):
-        got = quest_core.attention(q, k, v, "quest+sinkhorn(iterations=1)", attn_mask=m)
-        torch.testing.assert_close(got, quest_core.attention(q, k, v, "quest", attn_mask=m))
-        one, soft = (weights_of(spec, q, k, m) for spec in ("quest+sinkhorn(iterations=1)", "quest"))
-        torch.testing.assert_close(one, soft, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize(("n", "m"), [(6, 6), (4, 7), (8, 3)])
@@ -304,20 +201,6 @@ def test_a_learned_additive_mask_gets_its_gradient(spec: str) -> None:
         assert torch.autograd.gradcheck(lambda b: quest_core.attention(q, k, v, spec, attn_mask=b), (bias,))
 
 
-@pytest.mark.parametrize("way", PATHS)
-@pytest.mark.parametrize("spec", ["quest+sigmoid", "quest+sinkhorn"])
-def test_autocast_gives_the_lower_type(spec: str, way: str) -> None:
-    q, k, v = (x.float().requires_grad_() for x in tensors(2, 2, 2, 8, 8, 16))
-    want = quest_core.attention(q, k, v, spec)
-    with path(way), torch.autocast("cpu", torch.bfloat16):
-        out = quest_core.attention(q, k, v, spec)
-        mixed = quest_core.attention(q.bfloat16(), k, v.bfloat16(), spec)
-        (gradient,) = torch.autograd.grad(out.float().sum(), k)
-    assert out.dtype == mixed.dtype == torch.bfloat16
-    assert gradient.dtype == torch.float32
-    torch.testing.assert_close(out.float(), want, rtol=0.05, atol=0.05)
-
-
 class Largest(TorchDispatchMode):
     """Records the elements of the largest tensor that any operation makes."""
 
@@ -346,25 +229,3 @@ def test_long_sequences_form_no_matrix_of_weights(spec: str, masked: bool, monke
         largest.append(seen.elements)
     assert largest[1] == 2 * blocks.BLOCK_ROWS * 1024  # a block of one width, and nothing larger
     assert largest[1] == 2 * largest[0]
-
-
-def test_causal_blocks_form_no_matrix_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "PLAIN_WEIGHTS", 2**16)
-    monkeypatch.setattr(blocks, "BLOCK_WEIGHTS", 2**14)
-    inputs = [x.float().requires_grad_() for x in tensors(1, 2, 2, 1024, 1024, 8)]
-    with Largest() as seen:
-        quest_core.attention(*inputs, "quest+sigmoid", is_causal=True).sum().backward()
-    assert seen.elements == 2 * blocks.BLOCK_ROWS * 1024
-
-
-def test_refusals_say_why() -> None:
-    q, k, v = tensors(1, 1, 1, 3, 3, 2)
-    with pytest.raises(quest_core.UnsupportedError, match="lower-triangular doubly stochastic matrix is the identity"):
-        quest_core.attention(q, k, v, "quest+sinkhorn", is_causal=True)
-    made = quest_core.Mechanism("quest+sinkhorn", num_heads=1, head_dim=2)
-    with pytest.raises(quest_core.UnsupportedError, match="'sinkhorn' cannot decode incrementally"):
-        made.decode(q, k, v, quest_core.Cache())
-    with pytest.raises(quest_core.ConfigError, match="'iterations' is 0, but takes a whole number of at least 1"):
-        quest_core.AttentionConfig.parse("quest+sinkhorn(iterations=0)")
-    with pytest.raises(quest_core.ConfigError, match="'eps' is 0, but takes a number of at least"):
-        quest_core.AttentionConfig.parse("quest+sinkhorn(eps=0)")

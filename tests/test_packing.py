@@ -92,41 +92,6 @@ def test_cross_lengths_equal_a_loop(pairs: list[tuple[int, int]], is_causal: boo
 
 
 MIXED = [5, 0, 81, 5, 17, 64, 1, 12]
-SPECS = [
-    "standard",
-    "qknorm",
-    "quest+sigmoid",
-    "quest+sinkhorn",
-    "qknorm-hs+sinkhorn",
-    "linear",
-    "cosine",
-    "aft-simple",
-    "aft-full(max_length=100)",
-    "aft-local(max_length=100, window=4)",
-]
-
-
-CASES = [(spec, causal) for spec in SPECS for causal in (False, True) if not (causal and "sinkhorn" in spec)]
-
-
-@pytest.mark.parametrize(("spec", "is_causal"), CASES)
-def test_every_kind_of_mechanism_equals_a_loop(spec: str, is_causal: bool) -> None:
-    check(spec, MIXED, MIXED, is_causal=is_causal)
-
-
-def test_aft_conv_gets_lengths_that_are_alike() -> None:
-    """Padding would change what a grid is, so no batch is padded."""
-    made = quest_core.Mechanism("aft-conv(dims=1, window=3)", num_heads=HEADS, head_dim=DIM).double()
-    with torch.no_grad():
-        made.family.gain.fill_(0.7)  # type: ignore[union-attr]
-    check(made, MIXED, MIXED)
-    squares = [9, 4, 0, 16, 4]
-    made = quest_core.Mechanism("aft-conv(window=3)", num_heads=HEADS, head_dim=DIM).double()
-    with torch.no_grad():
-        made.family.gain.fill_(0.7)  # type: ignore[union-attr]
-    check(made, squares, squares)
-    with pytest.raises(InputError, match="5 tokens .* do not fill a square"):
-        check(made, [9, 5], [9, 5])
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
@@ -234,21 +199,6 @@ def test_padding_of_one_sequence_cannot_hurt_another() -> None:
     assert out[20:50].isnan().all()
     assert out[:20].isfinite().all()
     assert out[50:].isfinite().all()
-
-
-def test_mechanisms_that_see_the_whole_batch_get_it_at_once() -> None:
-    """kdgqa's head sizes are those of the padded batch, not of each bucket."""
-    mechanism = quest_core.Mechanism("quest+kdgqa(kv_heads=2)", num_heads=HEADS, head_dim=DIM).double()
-    lengths = [90, 3, 4]
-    q, k, v = tokens(lengths, lengths, 2)
-    real = torch.arange(90) < torch.tensor(lengths)[:, None]
-
-    def dense(x: Tensor) -> Tensor:
-        return x.new_zeros(3, 90, *x.shape[1:]).masked_scatter(real[..., None, None], x).transpose(1, 2)
-
-    want = mechanism(*map(dense, (q, k, v)), attn_mask=real[:, None, None]).transpose(1, 2)[real]
-    got = attention_packed(q, k, v, mechanism, cu_seqlens=cumulative(lengths))
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 def test_dropout_acts_on_weights() -> None:

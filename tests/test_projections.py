@@ -305,17 +305,6 @@ def test_scaling_multiplies_the_rows_of_each_head_and_nothing_else(
             assert torch.equal(rows, old), name
 
 
-@given(hosts(), st.sampled_from("qkv"))
-def test_powers_of_two_scale_back_exactly(case: tuple[Host, HeadSizes], role: str) -> None:
-    host, sizes = case
-    before = copy.deepcopy(host.state_dict())
-    heads = sizes.num_heads
-    factor = torch.tensor([2.0 ** (n % 4 - 2) for n in range(heads)], dtype=torch.float64)
-    host.projections.scale(host, sizes.full, role, factor)
-    host.projections.scale(host, sizes.full, role, 1 / factor)
-    same_tensors(dict(host.state_dict()), dict(before))
-
-
 def test_sizes_that_do_not_fit_are_refused_before_anything_changes() -> None:
     sizes = HeadSizes(4, 2, 2, 2, 2)
     host = Host(LAYOUTS["packed"] + LAYOUTS["separate"], sizes, bias=True, dtype=torch.float32, frozen=False)

@@ -9,7 +9,6 @@ import re
 import runpy
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -224,11 +223,6 @@ def test_cuda_tests_live_where_dev_gpu_looks() -> None:
     assert [path for path in marked if not path.startswith("integration_tests/gpu/")] == []
 
 
-@pytest.mark.parametrize("script", ["dev", ".ci/run"])
-def test_scripts_are_executable(script: str) -> None:
-    assert os.access(ROOT / script, os.X_OK)
-
-
 def test_dev_needs_nothing_but_the_standard_library() -> None:
     own = {"devtools", "integration_tests"}
     for name in ("dev", "integration_tests/gpu/command.py", "devtools/environments.py", "devtools/running.py"):
@@ -282,16 +276,6 @@ def test_uv_installs_from_where_pip_does(said: str, environ: dict[str, str], wan
     assert settings == wanted | {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_PYTHON_DOWNLOADS": "never"}
 
 
-def test_the_processes_of_a_command_end_with_it(tmp_path: Path) -> None:
-    script = "import subprocess, sys; print(subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL).pid)"
-    assert running.run([sys.executable, "-c", script], tmp_path / "log") == 0
-    pid = int((tmp_path / "log").read_text().split()[-1])
-    stat, end = Path(f"/proc/{pid}/stat"), time.monotonic() + 20
-    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < end
-        time.sleep(0.1)
-
-
 def test_dev_gpu_says_what_it_needs(tmp_path: Path) -> None:
     for arguments, said in (((), "FOLDER"), (("--all",), "FOLDER"), ((tmp_path, "quest-nothing"), "quest-nothing")):
         done = dev("gpu", "fetch", *arguments)
@@ -310,19 +294,6 @@ def test_dev_gpu_without_a_gpu_runs_the_cpus_part_and_says_so() -> None:
     assert "3 passed, 0 failed" in done.stdout
     assert "no CUDA device" in done.stderr
     assert "were not run" in done.stderr
-
-
-def test_the_reports_of_an_earlier_run_are_not_counted_again(tmp_path: Path) -> None:
-    """`./dev gpu` and `./dev gpu --wheels` name their stages differently; the table adds up what lies there."""
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    for old in ("gpu.xml", "tsai.json"):
-        (kept / old).write_text("")
-    report = tmp_path / "gpu-core.xml"
-    report.write_text("<testsuite/>")
-    stages = [running.Stage("gpu core", report=report), running.Stage("gpu quest-tsai", report=tmp_path / "none.xml")]
-    gpu.keep_reports([*stages, running.Stage("an environment that could not be made")], kept)
-    assert {path.name for path in kept.iterdir()} == {"gpu-core.xml", "tsai.json"}
 
 
 def test_environments_for_a_gpu_see_pytorch_and_not_its_neighbours(tmp_path: Path) -> None:
@@ -390,36 +361,6 @@ def test_plugins_are_tested_with_what_the_core_is_tested_with() -> None:
 
 # --- the pytest plugin that all tests run under -----------------------------------------------------------------------
 
-SKIPPING = """
-import pytest
-@pytest.mark.skip(reason="no such device")
-def test_reasoned(): pass
-@pytest.mark.skip
-def test_silent(): pass
-def test_in_the_body(): pytest.skip("no such file")
-@pytest.mark.xfail(reason="known", strict=True)
-def test_expected(): assert False
-"""
-MODULE = 'import pytest; pytest.skip("no such host", allow_module_level=True)'
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("no_skip", "outcomes"),
-    [
-        ("0", {"skipped": 3, "error": 1, "xfailed": 1}),
-        # What is skipped before a test's body runs is an error in pytest's words; all of it makes the run fail.
-        ("1", {"failed": 1, "error": 3, "xfailed": 1}),
-    ],
-)
-def test_skips_need_a_reason_and_can_be_forbidden(tmp_path: Path, no_skip: str, outcomes: dict[str, int]) -> None:
-    (tmp_path / "test_it.py").write_text(SKIPPING)
-    (tmp_path / "test_module.py").write_text(MODULE)
-    done = run_pytest(tmp_path, "-q", "--continue-on-collection-errors", QUEST_NO_SKIP=no_skip)
-    found = {word: int(n) for n, word in re.findall(r"(\d+) (failed|skipped|xfailed|passed|error)", done.stdout)}
-    assert found == outcomes, done.stdout
-    assert done.returncode == 1
-
 
 DRAWING = """
 import random
@@ -448,31 +389,6 @@ def test_every_run_draws_anew_and_says_what_repeats_it(tmp_path: Path) -> None:
     assert drawn[2] == drawn[3]
     assert runs[2].count("QUEST_TEST_SEED=7 repeats") == 2
     assert "QUEST_TEST_SEED is 'seven'" in run_pytest(tmp_path, QUEST_TEST_SEED="seven").stderr
-
-
-BUSY = """
-import subprocess, sys, time, pytest
-WORK = "import time\\nwhile time.process_time() < {}: pass"
-def test_child(): subprocess.run([sys.executable, "-c", WORK.format(0.6)], check=True)
-@pytest.mark.slow
-def test_marked(): subprocess.run([sys.executable, "-c", WORK.format(0.6)], check=True)
-def test_sleeping(): time.sleep(0.6)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("factor", "options", "status"), [("", (), 0), ("1", ("-n", "2"), 1)])
-def test_a_test_that_works_for_long_without_a_mark_is_named(
-    tmp_path: Path, factor: str, options: tuple[str, ...], status: int
-) -> None:
-    (tmp_path / "test_it.py").write_text(BUSY)
-    (tmp_path / "conftest.py").write_text("import devtools.pytest_plugin as module; module.LIMIT_S = 0.5")
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow")
-    done = run_pytest(tmp_path, *options, QUEST_TIMED=factor)
-    assert done.returncode == status, done.stdout + done.stderr
-    assert re.findall(r"processor time, over 0.5 without the mark slow: test_it.py::(.*)", done.stdout) == [
-        "test_child"
-    ]
 
 
 def run_pytest(folder: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:

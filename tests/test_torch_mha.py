@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import pickle
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -117,17 +116,6 @@ def test_self_attention_equals_torch_in_every_layout() -> None:
         torch.testing.assert_close(wb, wa)
 
 
-def test_dropout_uses_the_same_random_numbers() -> None:
-    stock, ours = pair(dropout=0.4, batch_first=True)
-    x = inputs(stock)[0]
-    for need_weights in (True, False):
-        results = []
-        for module in (stock, ours):
-            torch.manual_seed(3)
-            results.append(module(x, x, x, need_weights=need_weights)[0])
-        torch.testing.assert_close(results[1], results[0])
-
-
 def test_causal_hint() -> None:
     stock, ours = pair(batch_first=True)
     x = inputs(stock)[0]
@@ -218,14 +206,6 @@ def test_full_checkpoints_are_pooled_on_load() -> None:
         again = MultiheadAttention(12, 4, batch_first=True, attention="gqa(kv_heads=2)", **settings)
         again.load_state_dict(ours.state_dict(), strict=True)
         torch.testing.assert_close(again(query, key, value)[0], want)
-
-
-def test_copies_and_pickles() -> None:
-    ours = MultiheadAttention(12, 4, attention="qknorm+gqa(kv_heads=2)")
-    x = torch.randn(5, 2, 12)
-    want = ours(x, x, x)[0]
-    for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-        torch.testing.assert_close(twin(x, x, x)[0], want)
 
 
 @pytest.mark.parametrize(
@@ -330,24 +310,6 @@ def test_one_graph_serves_all_lengths_with_masks(mask: str) -> None:
     assert len(graphs) == 1
 
 
-def test_torch_fx_keeps_it_whole() -> None:
-    """As every module of torch.nn, so that models with it can be traced: torchvision's feature extractors do."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attend = MultiheadAttention(12, 4, attention="quest", batch_first=True)
-
-        def forward(self, x: Tensor, padding: Tensor) -> Any:
-            return self.attend(x, x, value=x, key_padding_mask=padding, average_attn_weights=False)
-
-    model, x, padding = Model(), torch.randn(2, 5, 12), torch.arange(5).expand(2, 5) > 3
-    traced = torch.fx.symbolic_trace(model)
-    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["attend"]
-    for y, want in zip(traced(x, padding), model(x, padding), strict=True):
-        torch.testing.assert_close(y, want)
-
-
 def test_integer_masks_are_refused() -> None:
     _, ours = pair("sinkhorn", batch_first=True)
     x = inputs(ours)[0]
@@ -368,13 +330,6 @@ def test_another_score_with_the_same_grouping_may_follow() -> None:
     model, _ = quest_core.inject(model, "qnorm+gqa(kv_heads=2)")
     assert model.in_proj_weight is weight
     assert str(model.config) == "qnorm+gqa(kv_heads=2)"
-
-
-def test_equal_attentions_do_not_warn() -> None:
-    state = pair("quest")[1].state_dict()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        pair("quest(scale=null)")[1].load_state_dict(state)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])

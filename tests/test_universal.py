@@ -212,28 +212,6 @@ def test_quest_equals_its_formula(make: Callable[[], Any]) -> None:
     assert {row.adapter for row in report.replacements} == {"universal"}
 
 
-def test_dropout_draws_the_same_masks() -> None:
-    model, (tokens,) = GPT(dropout=0.3), (torch.randint(50, (2, 9)),)
-    stock = copy.deepcopy(model)
-    quest_core.inject(model, "standard", example=(tokens,))
-    outs = []
-    for each in (model, stock):
-        torch.manual_seed(3)
-        outs.append(each(tokens))
-    torch.testing.assert_close(*outs)
-
-
-MASKS = {
-    "none": None,
-    "causal": torch.ones(5, 6, dtype=torch.bool).tril(1),
-    "pairs": torch.rand(2, 1, 5, 6, generator=torch.Generator().manual_seed(0)) > 0.3,
-    "heads": torch.rand(2, 4, 5, 6, generator=torch.Generator().manual_seed(1)) > 0.3,
-    "three axes": torch.rand(4, 5, 6, generator=torch.Generator().manual_seed(1)) > 0.3,
-    "keys": (torch.arange(6) < 4)[None, None, None],
-    "blind": torch.arange(5)[:, None] + torch.zeros(6) > 0,
-}
-
-
 class Plain(nn.Module):
     """Only the call, with what the test says."""
 
@@ -243,40 +221,6 @@ class Plain(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, **self.said)
-
-
-@pytest.mark.parametrize("attention", ["standard", "quest", "quest+sigmoid", "qnorm"])
-@pytest.mark.parametrize("kind", ["boolean", "additive", "lowest"])
-@pytest.mark.parametrize("name", MASKS)
-def test_masks(name: str, kind: str, attention: str) -> None:
-    q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 6, 8), torch.randn(2, 4, 6, 8)
-    mask = MASKS[name]
-    if mask is not None and kind != "boolean":
-        lowest = -math.inf if kind == "additive" else torch.finfo(torch.float32).min
-        mask = torch.zeros(mask.shape).masked_fill(~mask, lowest)
-    model, _ = quest_core.inject(nn.Sequential(Plain()), attention, example=lambda m: m[0](q, k, v, mask))
-    four = mask if mask is None or mask.dim() in (2, 4) else mask[None]
-    wanted = quest_core.attention(q, k, v, attention, attn_mask=four)
-    torch.testing.assert_close(model[0](q, k, v, mask), wanted)
-    if attention == "standard" and not (name == "blind" and kind == "lowest"):  # PyTorch averages such rows
-        torch.testing.assert_close(wanted, Plain()(q, k, v, mask).nan_to_num(0))  # NaN before PyTorch 2.5
-
-
-@pytest.mark.parametrize("lead", [(), (2,), (2, 3), (2, 3, 2)], ids=len)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("tokens", [(5, 5), (1, 5), (5, 3), (3, 5)], ids=str)
-def test_layouts_and_causal_alignment_are_those_of_pytorch(
-    lead: tuple[int, ...], causal: bool, tokens: tuple[int, int]
-) -> None:
-    heads = (4,) if lead else (3,)
-    q = torch.randn(*lead, *heads, tokens[0], 8)
-    k, v = torch.randn(2, *lead, *heads, tokens[1], 8).unbind()
-    stock = Plain(is_causal=causal)
-    model, _ = quest_core.inject(nn.Sequential(copy.deepcopy(stock)), "standard", example=lambda m: m[0](q, k, v))
-    torch.testing.assert_close(model[0](q, k, v), stock(q, k, v))
-    mask = torch.rand(*lead, 1, *tokens) > 0.2
-    if not causal and lead:
-        torch.testing.assert_close(model[0](q, k, v, mask), stock(q, k, v, mask).nan_to_num(0))
 
 
 def test_the_cache_of_the_host_decodes_as_the_whole_sequence() -> None:

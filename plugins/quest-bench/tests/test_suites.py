@@ -12,12 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from devtools.cells import check_resume, committed_commands
 from quest_core.errors import PluginError
 from quest_suites.contract import (
     STATE,
     Cell,
-    Result,
     Trained,
     load_state,
     over_rates,
@@ -57,30 +55,6 @@ def test_a_torn_state_starts_the_cell_again(cell: Cell, capsys: pytest.CaptureFi
     path.write_bytes(path.read_bytes()[:left])
     assert load_state(cell) is None
     assert f"{path} cannot be read" in capsys.readouterr().out
-
-
-def train(cell: Cell, progress) -> Result:
-    state = load_state(cell) or {"losses": []}
-    losses = state["losses"]
-    for _ in range(len(losses), 3):
-        losses.append(torch.rand(1).item())
-        if cell.task == "saves":
-            save_state(cell, {"losses": losses})
-        progress(len(losses) / 3, "epoch")
-    return Result({"loss": sum(losses), "seconds": time.time()}, {"losses": losses})
-
-
-def test_a_resumed_cell_is_compared_with_a_whole_one(cell: Cell, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    state = torch.get_rng_state()
-
-    def seeded(cell: Cell, progress) -> Result:
-        torch.set_rng_state(state)
-        return train(cell, progress)
-
-    check_resume(seeded, replace(cell, task="saves"), tmp_path / "one", 0.3)
-    with pytest.raises(AssertionError, match="began again"):
-        check_resume(seeded, replace(cell, task="forgets"), tmp_path / "two", 0.6)
 
 
 def test_a_trainer_is_read_line_by_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -135,15 +109,6 @@ def test_memory_is_the_rise_of_the_peak() -> None:
     rise, kept = printed.split()
     assert float(rise) == pytest.approx(256, rel=0.15)  # the rest is code that the process loads
     assert kept == "0"  # it is the child that kept them
-
-
-def test_commands_of_pages_and_records_are_found(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text('{"runs": [{"command": "quest bench run a"}]}')
-    (tmp_path / "page.md").write_text(
-        "A='standard,quest'\nquest bench run b --attention \"$A\"\nsay `quest bench ls`\n"
-    )
-    wanted = ["quest bench run a", 'quest bench run b --attention "standard,quest"', "quest bench ls"]
-    assert list(committed_commands(tmp_path)) == wanted
 
 
 def test_a_rate_that_diverges_stays_among_the_rates() -> None:
