@@ -8,15 +8,56 @@ import json
 import re
 import resource
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any, ClassVar
 
+import pytest
+
+from quest_core.registry import Option
 from quest_suites.contract import Cell, Result, Run, declared_suites
+
+ROOT = Path(__file__).parents[1]
 
 SMOKE_S = 60.0
 """The most seconds of the processor that a cell may take with --smoke."""
+
+
+class HostSuites:
+    """What the suites of every host are held to: inherit it as `TestSuites`.
+
+    Attributes:
+        declared: the suites of the host.
+        committed: those whose committed commands run, shortened.
+        places: folders with these commands.
+    """
+
+    declared: ClassVar[Mapping[str, Mapping[str, Any]]]
+    committed: ClassVar[tuple[str, ...]]
+    places: ClassVar[tuple[str, ...]] = ("research/results",)
+
+    def test_suites_are_read_without_the_plugin_and_their_options_take_their_defaults(self) -> None:
+        assert self.declared in [declared_suites(point.value) for point in entry_points(group="quest.suites")]
+        kinds = {"int": int, "float": float, "str": str, "bool": bool}
+        for suite, info in self.declared.items():
+            for said in info["options"]:
+                more = {"choices": tuple(said.get("choices", ())), "nullable": said.get("nullable", False)}
+                rule = Option(
+                    said["name"], kinds[said["kind"]], said["default"], said["doc"], said.get("minimum"), **more
+                )
+                assert rule.check(said["default"], suite) == said["default"]
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(900)
+    def test_every_committed_command_runs(self, tmp_path: Path) -> None:
+        ran = []
+        for place in self.places:
+            folder = tmp_path / place.replace("/", "-")
+            folder.mkdir()
+            ran += run_committed(ROOT / place, self.committed, folder)
+        assert {cell.split()[0] for cell in ran} == set(self.committed)
 
 
 class _Kill(BaseException):

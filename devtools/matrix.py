@@ -12,6 +12,7 @@ import torch
 from quest_core.checkpoints import ENTRY, AttentionMismatchWarning
 from quest_core.errors import QuestError
 
+PAGE = Path(__file__).parents[1] / "docs" / "checkpoints.md"
 Load = Callable[..., Any]
 """load(checkpoint, model) or load(checkpoint, model, attention_from), with "stock" or the text of an attention. It may
 return two tensors: a loaded weight, and the same weight in the checkpoint."""
@@ -37,12 +38,11 @@ def outcome(load: Load, *cell: str) -> str:
     return "warns" if warned else "loads"
 
 
-def check_loader(load: Load, page: Path, host: str, loader: str, *, named: bool = True) -> None:
+def check_loader(load: Load, host: str, loader: str, *, named: bool = True) -> None:
     """Load five pairs of a checkpoint and a model, and compare the outcomes with the page.
 
     Args:
         load: see `Load`.
-        page: docs/checkpoints.md.
         host, loader: as the table names them.
         named: whether `load` takes `attention_from`.
 
@@ -54,13 +54,12 @@ def check_loader(load: Load, page: Path, host: str, loader: str, *, named: bool 
     if named:
         assert outcome(load, "quest", "sigmoid", "quest") == "loads"
     found = outcome(load, "stock", "quest"), outcome(load, "quest", "stock")
-    table = committed(page, host)
-    assert table.get(loader) == found, f"{page.name}: | {host} | {loader} | {' | '.join(found)} |"
+    assert committed(host).get(loader) == found, f"{PAGE.name}: | {host} | {loader} | {' | '.join(found)} |"
 
 
-def committed(page: Path, host: str) -> dict[str, tuple[str, ...]]:
+def committed(host: str) -> dict[str, tuple[str, ...]]:
     """Return the rows of a host: loader -> (stock checkpoint into quest, quest checkpoint into a stock model)."""
-    rows = [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if line.startswith(f"| {host} |")]
+    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith(f"| {host} |")]
     return {loader: tuple(outcomes) for _, loaders, *outcomes in rows for loader in loaders.split("; ")}
 
 

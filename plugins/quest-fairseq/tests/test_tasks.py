@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from devtools.cells import HostSuites
 from quest_core.errors import ConfigError
 from quest_suites.contract import Cell
 from quest_suites.fairseq.corpus import SWAPPED, BytePairs, pydocs, swap_words
@@ -133,3 +134,8 @@ def test_a_stopped_cell_starts_again_in_its_folder(tmp_path: Path) -> None:
         run_pydocs(cell("lm/pydocs", "topics", tmp_path), stop)
     assert (tmp_path / "data-bin" / "dict.txt").is_file()
     assert run_pydocs(cell("lm/pydocs", "topics", tmp_path), lambda *_: None).metrics["perplexity"] > 1
+
+
+class TestSuites(HostSuites):
+    declared = SUITES
+    committed = ("lm/pydocs", "time/fairseq")

@@ -12,9 +12,8 @@ from models import write_superpixels, write_zinc
 from torch import Tensor
 from torch_geometric.data import Data
 
-from devtools.cells import check_resume
+from devtools.cells import HostSuites, check_resume
 from quest_core.errors import ConfigError
-from quest_core.registry import Option
 from quest_suites.contract import STATE, Cell
 from quest_suites.graphgps import superpixels, tasks
 from quest_suites.graphgps.data import (
@@ -29,7 +28,7 @@ from quest_suites.graphgps.data import (
 )
 from quest_suites.graphgps.suites import SUITES as ALL
 
-SUITES = {name: suite for name, suite in ALL.items() if name.startswith("graph/")}  # others: test_own, test_results
+SUITES = {name: suite for name, suite in ALL.items() if name.startswith("graph/")}  # others: test_own
 
 OURS = list(SUITES)
 
@@ -191,14 +190,6 @@ def test_superpixels_of_images_train_a_cell(tmp_path, monkeypatch) -> None:
         superpixels.superpixel_graphs((4, 2, 4), 0, tmp_path)
 
 
-@pytest.mark.parametrize("suite", SUITES)
-def test_suites_declare_options_that_are_valid(suite) -> None:
-    kinds = {"int": int, "float": float, "str": str}
-    for option in SUITES[suite]["options"]:
-        rule = Option(option["name"], kinds[option["kind"]], option["default"], option["doc"], option.get("minimum"))
-        assert rule.check(option["default"], suite) == option["default"]
-
-
 @pytest.mark.parametrize("suite", OURS)
 def test_suites_declare_the_metrics_that_their_cells_report(suite) -> None:
     (task,) = SUITES[suite]["tasks"]
@@ -347,3 +338,8 @@ def test_a_rate_that_diverges_counts_as_guessing(tmp_path) -> None:
 
 def test_a_stopped_cell_continues_in_the_middle_of_a_rate(tmp_path) -> None:
     check_resume(tasks.run_rates, rates(tmp_path), tmp_path, share=0.7)  # the first epoch of the second of two rates
+
+
+class TestSuites(HostSuites):
+    declared = ALL
+    committed = ("time/graphgps", "graph/pattern", "stability/graph")

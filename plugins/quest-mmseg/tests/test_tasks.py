@@ -13,8 +13,8 @@ from mmengine.config import Config
 from mmseg.datasets import ADE20KDataset
 from mmseg.registry import DATASETS, TRANSFORMS
 
+from devtools.cells import HostSuites
 from quest_core.errors import ConfigError
-from quest_core.registry import Option
 from quest_suites.contract import Cell
 from quest_suites.mmseg import scenes, tasks
 from quest_suites.mmseg.corruptions import CORRUPTIONS, Corrupt, corrupted, severities
@@ -94,15 +94,7 @@ def test_data_that_is_not_there(tmp_path):
             run(cell(suite, tmp_path, data=tmp_path), print)
 
 
-def test_declared_options():
-    for suite in SUITES.values():
-        for option in suite["options"]:
-            kind = {"int": int, "float": float, "str": str}[option["kind"]]
-            rule = Option(
-                option["name"], kind, option["default"], option["doc"], option.get("minimum"),
-                nullable=option.get("nullable", False),
-            )  # fmt: skip
-            assert rule.check(option["default"], "suite") == option["default"]
+def test_the_numbers_of_the_paper():
     assert SUITES["seg/ade20k"]["paper"]["values"]["mIoU"]["vit-t"]["quest"]["value"] == 38.87
     assert SUITES["seg/ade20k-c"]["paper"]["values"]["mIoU corrupted"]["vit-s"]["standard"]["value"] == 38.45
 
@@ -210,3 +202,8 @@ def test_a_corruption_follows_the_loading_of_the_image():
     assert len(pipeline) == 2
     with pytest.raises(ConfigError, match="no LoadImageFromFile"):
         corrupted(pipeline[1:], "fog", 3)
+
+
+class TestSuites(HostSuites):
+    declared = SUITES
+    committed = ("time/mmseg", "seg/shapes")

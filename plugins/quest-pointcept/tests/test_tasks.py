@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from devtools.cells import check_resume
-from quest_core.registry import Option
-from quest_suites.contract import Cell, declared_suites
+from devtools.cells import HostSuites, check_resume
+from quest_suites.contract import Cell
 from quest_suites.pointcept import scenes, tasks
 from quest_suites.pointcept.suites import SUITES
 
@@ -106,15 +105,10 @@ def test_one_point_of_each_voxel():
 # --- suites -----------------------------------------------------------------------------------------------------------
 
 
-def test_suites_are_read_without_the_plugin_and_declare_what_runs():
-    suites = declared_suites("quest_suites.pointcept.suites:SUITES")
-    assert suites == SUITES
-    for name, suite in suites.items():
-        for option in suite["options"]:
-            kind = {"int": int, "float": float, "str": str}[option["kind"]]
-            rule = Option(option["name"], kind, option["default"], option["doc"], option.get("minimum"))
-            assert rule.check(option["default"], name) == option["default"]
-
-
 def test_a_stopped_cell_continues_at_its_last_epoch(tmp_path):
     check_resume(tasks.run_scenes, cell(tmp_path), tmp_path, share=0.5)
+
+
+class TestSuites(HostSuites):
+    declared = SUITES
+    committed = ("points/scenes", "time/pointcept")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from devtools.cells import check_resume
+from devtools.cells import HostSuites, check_resume
 from quest_suites.contract import Cell
 from quest_suites.timm import tasks
 from quest_suites.timm.suites import SUITES
@@ -34,3 +34,9 @@ def test_a_stopped_cell_continues(tmp_path, monkeypatch):
     check_resume(
         run_strokes, Cell("vision/strokes", "strokes", "quest", 0, True, None, OPTIONS, tmp_path), tmp_path, 0.5
     )
+
+
+class TestSuites(HostSuites):
+    declared = SUITES
+    committed = ("time/timm",)
+    places = ("docs",)

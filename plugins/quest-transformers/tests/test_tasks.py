@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
+from models import CONFIGS
 
-from devtools.cells import check_resume
+from devtools.cells import HostSuites, check_resume
 from quest_suites.contract import Cell
 from quest_suites.transformers import tasks
 from quest_suites.transformers.suites import SUITES
@@ -38,3 +39,9 @@ def test_a_stopped_cell_continues(tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "SAVE_STEPS", 1)
     cell = Cell("transformers/bytes-lm", "llama", "quest", 0, True, None, {**DEFAULTS, "width": 16}, tmp_path)
     check_resume(run_bytes_lm, cell, tmp_path, 0.3)
+
+
+class TestSuites(HostSuites):
+    declared = SUITES
+    committed = ("transformers/bytes-lm", *(["time/transformers"] if "t5" in CONFIGS else []))  # which times T5
+    places = ("plugins/quest-transformers", "research/results")

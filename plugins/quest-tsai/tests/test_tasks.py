@@ -12,10 +12,9 @@ import pytest
 import torch
 from tsai.basics import TSClassification, get_ts_dls
 
-from devtools.cells import check_resume
+from devtools.cells import HostSuites, check_resume
 from quest_core.errors import ConfigError
-from quest_core.registry import Option
-from quest_suites.contract import Cell, declared_suites
+from quest_suites.contract import Cell
 from quest_suites.tsai.data import tasks
 from quest_suites.tsai.suites import SUITES
 from quest_suites.tsai.tasks import ClassTokenTransformer, evaluation_batch, hold_out, last_best, load, run_uea
@@ -190,17 +189,11 @@ def test_without_validation_every_training_series_trains(tmp_path, select):
     assert "validation" not in done.series
 
 
-def test_suites_are_read_without_the_plugin_and_declare_what_runs():
-    assert declared_suites("quest_suites.tsai.suites:SUITES") == SUITES
-    for option in SUITE["options"]:
-        kind = {"int": int, "float": float, "str": str}[option["kind"]]
-        rule = Option(
-            option["name"], kind, option["default"], option["doc"], option.get("minimum"),
-            choices=tuple(option.get("choices", ())),
-        )  # fmt: skip
-        assert rule.check(option["default"], "ts/uea") == option["default"]
-
-
 @pytest.mark.parametrize("select", ["validation", "last"])
 def test_a_stopped_cell_continues_at_its_last_epoch(tmp_path, select):
     check_resume(run_uea, cell(tmp_path, select=select), tmp_path, share=0.5)
+
+
+class TestSuites(HostSuites):
+    declared = SUITES
+    committed = ("time/tsai", "ts/uea")
