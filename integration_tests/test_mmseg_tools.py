@@ -25,7 +25,7 @@ from mmseg.visualization import SegLocalVisualizer
 
 import quest_mmseg
 from quest_core import AttentionMismatchWarning
-from quest_core.errors import CheckpointError, ConfigError
+from quest_core.errors import CheckpointError
 from quest_suites.mmseg import scenes
 
 environment = "quest-mmseg"
@@ -152,29 +152,6 @@ def test_standard_has_the_losses_and_scores_of_stock(trained: Callable[[str], Pa
     assert scores[1] == pytest.approx(scores[0], abs=0.02)  # mmseg rounds to two digits
 
 
-@pytest.mark.parametrize(
-    ("config", "wrong", "why"),
-    [
-        ("ours.py", "model.attention=quset", "did you mean 'quest'"),
-        ("ours.py", "model.attention=quest(inti=5)", "did you mean 'init'"),
-        ("ours.py", "model.attention=quest+gqa(heads=1)", "'heads'.*kv_heads"),
-        ("ours.py", "model.atention=quest", "did you mean 'attention'"),
-        ("ours.py", "attention=quest", "top level of the config, where nothing reads it.*model.attention="),
-        # quest_mmseg is imported in this process, as `quest run` and custom_imports import it for stock configs too
-        ("stock.py", "attention=quest", "top level of the config"),
-        ("stock.py", "attention.name=quest", "top level of the config"),
-    ],
-)
-def test_a_wrong_key_is_refused_before_a_file_is_written(
-    config: str, wrong: str, why: str, folder: Path, tool: Callable[..., None]
-) -> None:
-    before = sorted(folder.iterdir())
-    for name, arguments in (("train.py", []), ("test.py", ["no.pth"])):
-        with pytest.raises(ConfigError, match=why):
-            tool(name, config, *arguments, "--cfg-options", wrong)
-    assert sorted(folder.iterdir()) == before
-
-
 @pytest.mark.slow
 def test_custom_imports_are_early_enough(folder: Path) -> None:
     """In a process that imports the plugin by a shipped config, or by `quest run`."""
@@ -239,32 +216,6 @@ def test_a_killed_run_resumes_as_if_it_had_not_been(
     for part in ("state_dict", "ema_state_dict"):
         for name, value in states[1][part].items():
             assert torch.equal(states[0][part][name], value), (part, name)
-
-
-def test_a_checkpoint_of_another_attention(
-    folder: Path, trained: Callable[[str], Path], tool: Callable[..., None]
-) -> None:
-    """The tools refuse a checkpoint that names another attention, in a stock model too; one of stock warns."""
-    checkpoints = {name: str(trained(name) / f"iter_{ITERATIONS}.pth") for name in ("stock", "quest")}
-    refused = pytest.raises(CheckpointError, match="trained with attention 'quest', and the model has 'standard'")
-    (folder / "flexible.py").write_text('_base_ = "ours.py"\nrunner_type = "FlexibleRunner"\ncustom_hooks = []\n')
-    options = ["--work-dir", "refused", "--cfg-options", "experiment_name=refused"]
-    with refused:
-        tool("test.py", "ours.py", checkpoints["quest"], *options)
-    for config in ("ours.py", "flexible.py"):
-        for resume in ([], ["--resume"]):
-            with refused:
-                tool("train.py", config, *resume, *options, f"load_from={checkpoints['quest']}")
-    quest = ["model.attention=quest", f"load_from={checkpoints['stock']}", "train_cfg.max_iters=1"]
-    with pytest.warns(AttentionMismatchWarning, match="standard attention and are loaded into attention 'quest'"):
-        tool("train.py", "ours.py", "--work-dir", "tuned", "--cfg-options", *quest, "experiment_name=tuned")
-    assert len(losses(folder / "tuned")) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AttentionMismatchWarning)
-        quest += ["model.attention_from=standard", "experiment_name=meant"]
-        tool("train.py", "ours.py", "--work-dir", "meant", "--cfg-options", *quest)
-    with pytest.raises(CheckpointError, match="trained with attention 'quest', and the model has mmseg's own"):
-        tool("test.py", "stock.py", checkpoints["quest"], "--work-dir", "unread")
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from fairseq.models import build_model
 from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer_lm import TransformerLanguageModel
 
-import quest_core
 from quest_core.checkpoints import ENTRY, decode
 from quest_fairseq.config import parse
 from quest_suites.fairseq.tasks import configuration
@@ -222,43 +221,8 @@ def test_torchruns_number_of_processes_comes_first(monkeypatch: pytest.MonkeyPat
     assert configuration("wikitext103-small").dataset.batch_size == 24
 
 
-def test_refusals_say_why() -> None:
-    for attention, why in (
-        ("sinkhorn", "a lower-triangular doubly stochastic matrix is the identity"),
-        ("kdgqa(kv_heads=2)", "cannot be causal"),
-        ("aft-conv", "cannot be causal"),
-    ):
-        with pytest.raises(quest_core.UnsupportedError, match=f"{why}.*Possible here: .*quest"):
-            build("quest_transformer_lm", "--attention", attention)
-    with pytest.raises(quest_core.UnsupportedError, match="attention dropout, which would have to be 0"):
-        build("quest_transformer_lm", "--attention", "linear", "--attention-dropout", "0.1")
-    with pytest.raises(quest_core.UnsupportedError, match="'aft-full' counts the positions of queries"):
-        build("quest_transformer", "--attention", "aft-full")
-
-
 def test_learned_positions_are_as_many_as_the_model_has() -> None:
     model = build("quest_transformer_lm", "--attention", "aft-full")
     assert model.decoder.layers[0].self_attn.config.option("max_length") == 32
     model = build("quest_transformer_lm", "--attention", "aft-full(max_length=48)")
     assert model.decoder.layers[0].self_attn.config.option("max_length") == 48
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "symptom"),
-    [
-        ([], "Unsupported interpolation type quest.share"),
-        (["dataset.batch_size=8"], "KeyError: \"'_name'\""),  # as in a yaml that does not use quest.share
-    ],
-)
-def test_without_the_plugin_fairseq_says_what_the_readme_explains(
-    change: list[str], symptom: str, lm_data: Path, tmp_path: Path
-) -> None:
-    """The messages are hydra's and fairseq's and do not name the cause, so the README must list them."""
-    command = [Path(sys.executable).with_name("fairseq-hydra-train"), "--config-dir", f"{USER_DIR}/configs"]
-    command += ["--config-name", "pydocs", f"task.data={lm_data}", "common.cpu=true", "hydra.run.dir=.", *change]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert done.returncode != 0
-    assert symptom in done.stderr
-    assert f"`{symptom}`" in (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Run in a checkout of GraphGPS: python finetuning_matrix.py FOLDER PAGE
+"""Run in a checkout of GraphGPS: python finetuning_matrix.py FOLDER
 
-Writes runs into FOLDER, starts models from them as main.py does with pretrained.dir, and compares with the row of PAGE.
+Writes runs into FOLDER, starts models from them as main.py does with pretrained.dir, and compares with the table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch_geometric.graphgym.model_builder import create_model
 import quest_graphgps  # noqa: F401
 from devtools import matrix
 
-FOLDER, PAGE = sys.argv[1:]
+FOLDER = sys.argv[1]
 
 
 def build(name: str) -> torch.nn.Module:
@@ -43,4 +43,4 @@ def load(checkpoint: str, model: str) -> None:
     init_model_from_pretrained(build(model), str(Path(FOLDER, checkpoint)))
 
 
-matrix.check_loader(load, Path(PAGE), "GraphGPS", "`pretrained.dir`", named=False)
+matrix.check_loader(load, "GraphGPS", "`pretrained.dir`", named=False)

@@ -22,8 +22,6 @@ from torch_geometric.loader import DataLoader
 
 from devtools import matrix
 
-PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
-
 
 @pytest.fixture(autouse=True)
 def _quiet_and_clean(caplog):
@@ -143,15 +141,15 @@ PLAIN = {
 
 
 def test_the_table_has_these_loaders() -> None:
-    assert matrix.committed(PAGE, "GraphGPS").keys() == {*PLAIN, *GYM, "`pretrained.dir`"}
+    assert matrix.committed("GraphGPS").keys() == {*PLAIN, *GYM, "`pretrained.dir`"}
 
 
 @pytest.mark.parametrize("loader", PLAIN)
 def test_a_state_dict_of_another_attention(loader: str) -> None:
-    matrix.check_loader(PLAIN[loader], PAGE, "GraphGPS", loader, named=False)
+    matrix.check_loader(PLAIN[loader], "GraphGPS", loader, named=False)
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("loader", GYM)
 def test_a_checkpoint_of_another_attention(loader: str, tmp_path: Path) -> None:
-    matrix.check_loader(by_graphgym(loader, tmp_path), PAGE, "GraphGPS", loader)
+    matrix.check_loader(by_graphgym(loader, tmp_path), "GraphGPS", loader)

@@ -36,7 +36,6 @@ ENVIRONMENT = {
 GRAPHORMER = "configs/Graphormer/zinc-Graphormer.yaml"
 PATTERN, ZINC = "configs/GPS/pattern-GPS.yaml", "configs/GPS/zinc-GPS+RWSE.yaml"
 SHALLOW = ("gt.layers", "2")
-PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
 
 
 @pytest.fixture(scope="session")
@@ -176,38 +175,11 @@ def test_attention_from_the_command_line(gps, config, options, attention) -> Non
     assert all(line[0]["loss"] == line[0]["loss"] for line in found.values())
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("gt.attention", "qest"), "did you mean 'quest'"),
-        (("gt.attention", "quest(kv_head=2)"), "'kv_heads' belongs to dgqa, gqa"),
-        (("gt.attention", "quest", "gt.layer_type", "GINE+Performer"), "Performer has no attention that can"),
-        (("gt.attention", "quest", "gt.layer_type", "GINE+BigBird"), "BigBird has no attention that can be replaced"),
-        (("gt.attention", "aft-full", "gt.attn_dropout", "0.0"), "needs ordered tokens"),
-        (
-            ("gt.attention", "linear", "gt.attn_dropout", "0.0", "train.mode", "log-attn-weights"),
-            "the host reads attention weights and it has none",
-        ),
-        (
-            ("gt.attention", "quest", "model.type", "SANTransformer", "gt.layer_type", "SANLayer"),
-            "SANTransformer has no attention that can be replaced",
-        ),
-    ],
-    ids=[
-        "misspelt",
-        "misspelt option",
-        "option below the key",
-        "Performer",
-        "BigBird",
-        "ordered",
-        "weights",
-        "no site",
-    ],
-)
-def test_what_cannot_be_is_refused_by_name(gps, options, said) -> None:
+def test_weights_that_a_mechanism_has_not_cannot_be_logged(gps) -> None:
+    options = ("gt.attention", "linear", "gt.attn_dropout", "0.0", "train.mode", "log-attn-weights")
     status, printed, _ = gps(ZINC, *SHALLOW, *options)
     assert status == 1
-    assert said in printed
+    assert "the host reads attention weights and it has none" in printed
 
 
 def test_attention_from_yaml_and_the_shipped_configs(gps, tmp_path) -> None:
@@ -315,7 +287,7 @@ def test_a_refused_config_leaves_the_previous_run_as_it_was(gps, options, tmp_pa
 def test_a_start_from_a_checkpoint_of_another_attention(tmp_path) -> None:
     script = Path(__file__).with_name("finetuning_matrix.py")
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), str(PAGE)], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, str(script), str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
 

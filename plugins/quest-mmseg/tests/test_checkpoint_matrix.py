@@ -31,7 +31,6 @@ from devtools import matrix
 from quest_core import AttentionMismatchWarning
 from quest_core.checkpoints import ENTRY
 
-PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
 EMA = [{"type": "EMAHook", "momentum": 0.1, "update_buffers": True}]
 
 
@@ -141,7 +140,7 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_table_has_these_loaders() -> None:
-    assert matrix.committed(PAGE, "mmseg").keys() == LOADERS.keys()
+    assert matrix.committed("mmseg").keys() == LOADERS.keys()
 
 
 @pytest.mark.timeout(180)
@@ -164,7 +163,7 @@ def test_a_checkpoint_of_another_attention(
         for message in messages:
             warnings.warn(message, AttentionMismatchWarning, stacklevel=1)
 
-    matrix.check_loader(load, PAGE, "mmseg", loader, named=False)
+    matrix.check_loader(load, "mmseg", loader, named=False)
 
 
 def test_the_log_file_has_the_report_and_the_warning(trained: dict[str, str], tmp_path: Path) -> None:

@@ -133,14 +133,6 @@ def test_pretrained_weights_are_not_scaled(tmp_path):
     assert torch.equal(model.backbone.get_parameter(weight), stock.backbone.get_parameter(weight))
 
 
-def test_naming_it_twice_is_refused():
-    config = segmenter(type="quest_mmseg.EncoderDecoder", attention="quest")
-    config.backbone.update(type="quest_mmseg.VisionTransformer", attention="linear")
-    why = "named twice: 'quest' for quest_mmseg.EncoderDecoder and 'linear' for its backbone; keep one"
-    with pytest.raises(ConfigError, match=why):
-        MODELS.build(config)
-
-
 def test_attention_at_the_top_level_of_a_config_is_refused():
     """What `--cfg-options attention=quest` makes, where the `model.` is forgotten."""
     standard, quest, stock = build(attention="standard"), build(attention="quest"), build()

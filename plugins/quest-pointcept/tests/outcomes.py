@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from devtools import matrix
 
-PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
-
 
 def check(
     host: str,
@@ -30,4 +28,4 @@ def check(
         (first, *_) = (key for key in state if key.endswith("qkv.weight"))
         return loaded[first], state[first]
 
-    matrix.check_loader(load, PAGE, host, name, named=False)
+    matrix.check_loader(load, host, name, named=False)

@@ -22,7 +22,7 @@ if not ROOT:
     pytest.fail(f"QUEST_REQUIRE_POINTCEPT=1, and a checkout is missing, needed to run {NOT_RUN}", pytrace=False)
 
 import real_pointcept
-from outcomes import PAGE, check
+from outcomes import check
 from pointcept.engines.defaults import default_config_parser
 from pointcept.engines.hooks.misc import CheckpointLoader, PreciseEvaluator
 from pointcept.engines.test import TESTERS, SemSegTester
@@ -395,7 +395,7 @@ LOADERS = {
 
 
 def test_the_table_has_these_loaders():
-    assert matrix.committed(PAGE, "Pointcept").keys() == LOADERS.keys()
+    assert matrix.committed("Pointcept").keys() == LOADERS.keys()
 
 
 @pytest.mark.parametrize("name", LOADERS)

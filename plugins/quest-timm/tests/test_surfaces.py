@@ -15,7 +15,6 @@ from timm.utils import ParseKwargs
 import quest_core
 import quest_timm
 from devtools.wrong import WRONG
-from quest_core.hosts import plugins
 from quest_core.mechanisms import naive as reference
 from quest_core.projections import Projected
 
@@ -39,14 +38,6 @@ def test_the_random_weights_are_those_of_the_stock_model():
     assert stock.state_dict().keys() == ours.state_dict().keys()
     x = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(ours(x), stock(x), rtol=1e-6, atol=1e-6)
-
-
-def test_quest_equals_its_formula():
-    model = vit(attention="quest").double().eval()
-    q, k, v = torch.randn(3, 2, 4, 9, 4, dtype=torch.float64).unbind()
-    seen = reference.visible(9, 9, None, False)
-    wanted = reference.softmax(q @ reference.unit(k).mT, seen) @ v
-    torch.testing.assert_close(model.blocks[0].attn.mechanism(q, k, v), wanted)
 
 
 def test_options_reach_train_py_from_the_command_line():
@@ -275,19 +266,6 @@ HERE = [
 def test_a_wrong_option_is_one_error(options, why):
     with pytest.raises(quest_core.ConfigError, match=why):
         vit(**options)
-
-
-def test_an_unsupported_version_is_named(monkeypatch):
-    monkeypatch.setattr(plugins, "_version", lambda name: "0.9.16")
-    assert plugins.find("timm").problem().startswith("found timm 0.9.16, supported is timm")
-
-
-def test_moving_windows_refuse_chains():
-    with pytest.raises(
-        quest_core.UnsupportedError, match="compares the tokens of each layer with those of the one before"
-    ):
-        timm.create_model("swin_tiny_patch4_window7_224", attention="elliptical-quest")
-    assert vit(attention="elliptical-quest").attention_report
 
 
 def test_parallel_blocks_are_sites_themselves():
