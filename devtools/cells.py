@@ -26,7 +26,7 @@ SMOKE_S = 60.0
 
 
 class HostSuites:
-    """What the suites of every host are held to: inherit it as `TestSuites`.
+    """Tests of the suites of a host: inherit it as `TestSuites`.
 
     Attributes:
         declared: the suites of the host.

@@ -164,6 +164,7 @@ def test_core_depends_on_torch_and_packaging() -> None:
     extras = {  # `test`, `watch`, and what runs inside of a host
         "testing": {"pytest", "hypothesis"},
         "curves.py": {"matplotlib"},
+        "pictures.py": {"matplotlib"},
         "lightning.py": {"lightning", "pytorch_lightning"},
     }
     foreign = {
