@@ -300,16 +300,6 @@ def test_a_host_that_cannot_honour_a_mechanism_refuses_it_by_name() -> None:
     quest_core.inject(model, "quest", adapter=Fixed())
 
 
-def test_fresh_weights_keep_their_spread_and_trained_ones_their_mean() -> None:
-    stock = nn.MultiheadAttention(64, 8)
-    trained, _ = quest_core.inject(copy.deepcopy(stock), "gqa(kv_heads=2)")
-    fresh, _ = quest_core.inject(copy.deepcopy(stock), "gqa(kv_heads=2)", fresh=True)
-    full = stock.in_proj_weight[64:128].view(2, 4, 8, 64)  # keys, by group and head
-    torch.testing.assert_close(trained.in_proj_weight[64:80], full.mean(1).flatten(0, 1))
-    torch.testing.assert_close(fresh.in_proj_weight[64:80], full[:, 0].flatten(0, 1))
-    assert torch.equal(fresh.in_proj_weight[:64], stock.in_proj_weight[:64])
-
-
 def test_a_module_with_two_names_is_replaced_under_both() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:

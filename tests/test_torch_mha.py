@@ -14,10 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import quest_core
-from quest_core import AttentionConfig, MultiheadAttention
+from quest_core import MultiheadAttention
 from quest_core.checkpoints import set_attention_from
-from quest_core.drafts import assign
-from quest_core.hosts.torch import TorchAttention
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -177,37 +175,6 @@ def test_need_weights_and_the_fast_path_agree(attention: str) -> None:
         torch.testing.assert_close(ours(query, key, value, need_weights=False, **options)[0], slow)
 
 
-def test_full_checkpoints_are_pooled_on_load() -> None:
-    for settings in ({}, {"kdim": 6, "vdim": 10}, {"add_bias_kv": True}, {"bias": False}):
-        stock, _ = pair(batch_first=True, **settings)
-        ours = MultiheadAttention(12, 4, batch_first=True, attention="gqa(kv_heads=2)", **settings)
-        set_attention_from(ours, "standard")
-        ours.load_state_dict(stock.state_dict(), strict=True)
-        query, key, value = inputs(stock)
-        # The same mean, written with heads instead of rows: project with all heads, then average pairs of heads.
-        q, k, v = (
-            torch.nn.functional.linear(x, w, b)
-            for x, w, b in zip(
-                (query, key, value),
-                stock.in_proj_weight.chunk(3)
-                if stock.in_proj_weight is not None
-                else (stock.q_proj_weight, stock.k_proj_weight, stock.v_proj_weight),
-                (None,) * 3 if stock.in_proj_bias is None else stock.in_proj_bias.chunk(3),
-                strict=True,
-            )
-        )
-        if stock.bias_k is not None:
-            k = torch.cat([k, stock.bias_k.expand(2, -1, -1)], 1)
-            v = torch.cat([v, stock.bias_v.expand(2, -1, -1)], 1)
-        heads = [x.unflatten(-1, (4, 3)).transpose(1, 2) for x in (q, k, v)]
-        k, v = (x.unflatten(1, (2, 2)).mean(2) for x in heads[1:])
-        want = stock.out_proj(quest_core.attention(heads[0], k, v, "gqa(kv_heads=2)").transpose(1, 2).flatten(2))
-        torch.testing.assert_close(ours(query, key, value)[0], want)
-        again = MultiheadAttention(12, 4, batch_first=True, attention="gqa(kv_heads=2)", **settings)
-        again.load_state_dict(ours.state_dict(), strict=True)
-        torch.testing.assert_close(again(query, key, value)[0], want)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -357,31 +324,6 @@ def test_parameters_reset_like_pytorchs(settings: str) -> None:
         torch.manual_seed(3)
         module._reset_parameters()
     assert all(torch.equal(a, b) for a, b in zip(stock.parameters(), ours.parameters(), strict=True))
-
-
-def test_narrower_keys() -> None:
-    """aft-conv has one key feature a head: the projection is smaller, and a full checkpoint is pooled on load."""
-    stock = nn.MultiheadAttention(12, 4, batch_first=True)
-    x = torch.randn(2, 10, 12)
-    for fresh, rows in ((True, slice(0, None, 3)), (False, None)):
-        config = AttentionConfig.parse("aft-conv(window=3, prefix=1)")
-        ours: Any = copy.deepcopy(stock)
-        assign(TorchAttention.adopt(ours, config, num_heads=4, head_dim=3, fresh=fresh))
-        assert ours.in_proj_weight.shape == (12 + 4 + 12, 12)
-        keys = stock.in_proj_weight[12:24]
-        want = keys[rows] if rows else keys.unflatten(0, (4, 3)).mean(1)
-        assert torch.equal(ours.in_proj_weight[12:16], want)
-        out = ours(x, x, x, need_weights=False)[0]
-        out.sum().backward()
-        assert all(p.grad is not None for p in ours.parameters())
-    other = MultiheadAttention(12, 4, batch_first=True, attention="aft-conv(window=3, prefix=1)")
-    set_attention_from(other, "standard")
-    missing = other.load_state_dict(stock.state_dict(), strict=False)
-    assert not missing.unexpected_keys
-    assert all("mechanism" in key for key in missing.missing_keys)
-    assert torch.equal(other.in_proj_weight, ours.in_proj_weight)
-    with pytest.raises(quest_core.InputError, match="its keys and values were reduced already. Build the model again"):
-        quest_core.inject(nn.ModuleList([ours]), "quest")
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
