@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from allocations import Largest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import quest_core
 from quest_core import ops as blocks
@@ -245,27 +245,6 @@ def test_a_huge_future_key_changes_nothing_in_the_past(spec: str, dtype: torch.d
     assert (loud.grad[:, :, 9:] == 0).all()
 
 
-class _Largest(TorchDispatchMode):
-    """Remembers the number of elements of the largest tensor that any operation made, inside our operators too."""
-
-    largest = 0
-    opaque = (
-        aft_ops.aft_biased,
-        aft_ops.aft_biased_backward,
-    )
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inside = next((op._init_fn for op in self.opaque if op._opoverload is func), None)
-        if inside is not None:
-            with self:
-                return inside(*args, **(kwargs or {}))
-        out = func(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_flatten(out)[0]:
-            if isinstance(x, Tensor):
-                self.largest = max(self.largest, x.untyped_storage().nbytes() // max(x.element_size(), 1))
-        return out
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("spread", [0.1, 200.0])
 @pytest.mark.parametrize("spec", ["aft-simple", "aft-local", "aft-full", "aft-conv(dims=1, window=5)"])
@@ -291,9 +270,9 @@ def test_no_intermediate_grows_faster_than_the_sequence(
             for parameter in made.parameters():
                 parameter.normal_(std=spread**0.5)
         q, k, v = (x.float().requires_grad_() for x in tensors(spec, 1, 1, tokens, tokens, 2))
-        with _Largest() as mode:
+        with Largest() as mode:
             made(q, k, v, is_causal=is_causal).sum().backward()
-        largest.append(mode.largest)
+        largest.append(mode.elements)
     assert largest[1] <= 8.5 * largest[0]
     assert largest[1] < 256 * 256 / 8
 

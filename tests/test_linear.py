@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from allocations import Largest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 import quest_core
 from quest_core.mechanisms import linear
@@ -169,23 +168,6 @@ def test_autocast_gives_the_lower_type_and_sums_in_float32(name: str) -> None:
     assert cache["sum"].dtype == torch.float32
     # Nothing but the result is rounded.
     assert torch.equal(out, made(q, k, v, is_causal=True).bfloat16())
-
-
-class Largest(TorchDispatchMode):
-    """Records the elements of the largest tensor that any operation makes, and the sum of all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-        self.made = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in tree_flatten(out)[0]:
-            if isinstance(x, Tensor):
-                size = x.untyped_storage().nbytes() // x.element_size()
-                self.elements, self.made = max(self.elements, size), self.made + size
-        return out
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

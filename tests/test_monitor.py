@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from allocations import Largest
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import quest_core
 from quest_core import ConfigError, InjectionError, Monitor
@@ -480,19 +480,6 @@ def test_export_leaves_the_monitor_out() -> None:
     assert [n.target for n in observed.graph.nodes] == [n.target for n in plain.graph.nodes]
 
 
-class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation made."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(x, Tensor):
-                self.largest = max(self.largest, x.numel())
-        return out
-
-
 @pytest.mark.parametrize("attention", ["quest", "standard+sigmoid"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_memory_is_bounded(attention: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -503,5 +490,5 @@ def test_memory_is_bounded(attention: str, causal: bool, monkeypatch: pytest.Mon
     with Largest() as largest:
         layer = monitor._layers["mechanism"]
         layer._count(Call(q, k, None, causal, (1, H, 256, 256), layer._formed(q, k, 1.0)))
-    assert largest.largest <= 4096
+    assert largest.elements <= 4096
     assert len(monitor.collect()["mechanism"]["entropy"]) == H

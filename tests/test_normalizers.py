@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from allocations import Largest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 import quest_core
 from quest_core import ops as blocks
@@ -199,20 +198,6 @@ def test_a_learned_additive_mask_gets_its_gradient(spec: str) -> None:
     bias = torch.randn(1, 2, 4, 5, dtype=torch.float64, requires_grad=True)
     with path("blocks"):
         assert torch.autograd.gradcheck(lambda b: quest_core.attention(q, k, v, spec, attn_mask=b), (bias,))
-
-
-class Largest(TorchDispatchMode):
-    """Records the elements of the largest tensor that any operation makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        sizes = [
-            x.untyped_storage().nbytes() // x.element_size() for x in tree_flatten(out)[0] if isinstance(x, Tensor)
-        ]
-        self.elements = max([self.elements, *sizes])
-        return out
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -306,18 +306,6 @@ def test_environments_for_a_gpu_see_pytorch_and_not_its_neighbours(tmp_path: Pat
     assert done.stdout == "None\n", done.stderr
 
 
-@pytest.mark.parametrize("name", ["core", *environments.hosts(), *environments.further()])
-def test_an_environment_holds_what_its_folder_says(name: str) -> None:
-    made, hosted = environments.environment(name), environments.base(name) != "core"
-    assert (str(environments.EXAMPLE) in made.requirements) == hosted  # its conformance suite runs the example
-    if hosted:
-        plugin = environments.home(environments.base(name))
-        replaced = environments.further().get(name, plugin) / "requirements.txt"
-        assert f"{plugin}{'[test]' if replaced.exists() else '[host,test]'}" in made.requirements
-        assert (str(replaced) in made.requirements) == replaced.exists()
-    assert made.fingerprint() == environments.environment(name).fingerprint() != made.fingerprint("more")
-
-
 def test_the_core_is_tested_with_the_oldest_pytorch_it_declares() -> None:
     (declared,) = (r for r in project(ROOT)["dependencies"] if r.startswith("torch"))
     made = environments.environment("core-oldest")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from pytorch_lightning import Trainer
 from torch import nn
 from torch_geometric.data import Batch, Data
 from torch_geometric.graphgym.config import cfg, set_cfg
@@ -153,3 +154,9 @@ def write_superpixels(folder: Path, name: str) -> None:
             split.append({"x": colours, "edge_index": edges, "edge_attr": edge_attr, "y": y, "pos": pos})
         splits.append(split)
     torch.save(splits, raw / f"{name}_v2.pt")
+
+
+def trainer(**options: object) -> Trainer:
+    """Lightning's trainer, which writes nothing."""
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return Trainer(accelerator="cpu", devices=1, **quiet, **options)

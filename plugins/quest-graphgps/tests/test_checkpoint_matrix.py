@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import ConvModel, configure, graph
-from pytorch_lightning import Trainer
+from models import ConvModel, configure, graph, trainer
 from pytorch_lightning.callbacks import EMAWeightAveraging
 from torch_geometric.graphgym import load_ckpt, save_ckpt
 from torch_geometric.graphgym.config import cfg, set_cfg
@@ -41,20 +40,6 @@ def gym(name: str, attention_from: str | None = None) -> GraphGymModule:
     return create_model(dim_in=3, dim_out=2)
 
 
-def trainer(*callbacks: EMAWeightAveraging) -> Trainer:
-    return Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-        callbacks=list(callbacks),
-    )
-
-
 def batches() -> DataLoader:
     return DataLoader([graph(n, None) for n in (5, 6)], batch_size=2)
 
@@ -66,7 +51,7 @@ def save_by_graphgym(name: str, folder: Path) -> None:
 
 
 def save_by_lightning(name: str, folder: Path, *callbacks: EMAWeightAveraging) -> None:
-    run = trainer(*callbacks)
+    run = trainer(max_epochs=1, limit_val_batches=0, callbacks=list(callbacks))
     run.fit(gym(name), batches())
     run.save_checkpoint(folder / "last.ckpt")
 
@@ -86,15 +71,17 @@ def evaluate(model: GraphGymModule, folder: Path) -> None:
 
 
 def fit(model: GraphGymModule, folder: Path) -> None:
-    trainer().fit(model, batches(), ckpt_path=folder / "last.ckpt")
+    trainer(max_epochs=1, limit_val_batches=0).fit(model, batches(), ckpt_path=folder / "last.ckpt")
 
 
 def fit_average(model: GraphGymModule, folder: Path) -> None:
-    trainer(EMAWeightAveraging()).fit(model, batches(), ckpt_path=folder / "last.ckpt")
+    trainer(max_epochs=1, limit_val_batches=0, callbacks=[EMAWeightAveraging()]).fit(
+        model, batches(), ckpt_path=folder / "last.ckpt"
+    )
 
 
 def test(model: GraphGymModule, folder: Path) -> None:
-    trainer().test(model, batches(), ckpt_path=folder / "last.ckpt", verbose=False)
+    trainer(max_epochs=1, limit_val_batches=0).test(model, batches(), ckpt_path=folder / "last.ckpt", verbose=False)
 
 
 test.__test__ = False  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models import trainer
 from torch import nn
 
 lightning = pytest.importorskip("pytorch_lightning")
@@ -30,17 +31,8 @@ def test_the_log_holds_the_largest_logit_of_each_layer(tmp_path):
         def on_train_batch_end(self, trainer, *_):
             seen.append(dict(trainer.logged_metrics))
 
-    trainer = lightning.Trainer(
-        max_steps=4,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[watch, Read()],
-        default_root_dir=tmp_path,
-    )
-    trainer.fit(model, torch.utils.data.DataLoader(torch.randn(8, 5, 8), 2))
+    run = trainer(max_steps=4, callbacks=[watch, Read()], default_root_dir=tmp_path)
+    run.fit(model, torch.utils.data.DataLoader(torch.randn(8, 5, 8), 2))
     key = "attention/body.layers.0.self_attn/max_logit/max"
     assert [step for step, _ in watch.watch.history] == [1, 2, 4]
     assert seen[-1][key] > 0

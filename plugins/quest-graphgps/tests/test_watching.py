@@ -3,8 +3,7 @@
 import json
 
 import pytest
-import pytorch_lightning
-from models import configure, graph
+from models import configure, graph, trainer
 from torch_geometric.graphgym.config import cfg
 from torch_geometric.graphgym.logger import LoggerCallback
 from torch_geometric.graphgym.model_builder import create_model
@@ -22,17 +21,8 @@ def test_stats_hold_the_largest_logit_and_the_entropy(tmp_path, monkeypatch, att
     cfg.run_dir, cfg.share.num_splits, cfg.params = str(tmp_path), 1, 0
     try:
         model = create_model(dim_in=3, dim_out=2)
-        trainer = pytorch_lightning.Trainer(
-            max_epochs=2,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[LoggerCallback()],
-            default_root_dir=tmp_path,
-        )
-        trainer.fit(model, DataLoader([graph(n, None) for n in (5, 7, 4, 6)], batch_size=2))
+        run = trainer(max_epochs=2, callbacks=[LoggerCallback()], default_root_dir=tmp_path)
+        run.fit(model, DataLoader([graph(n, None) for n in (5, 7, 4, 6)], batch_size=2))
         steps = [step for step, _ in watching._current[0].history]
     finally:
         watching._current.clear()
