@@ -97,8 +97,8 @@ def gpu(arguments: Sequence[str]) -> int:
     ok, closing = running.summary(stages)
     print(closing, flush=True)
     status = 0 if ok else 1
-    if options.table:
-        status = _table(bench, cuda, env) or status
+    if options.table and cuda:
+        status = _table(bench, env) or status
     if not cuda:
         print(
             f"./dev gpu: no CUDA device: the PyTorch {version} of {sys.executable} sees none. What ran above is the "
@@ -114,11 +114,9 @@ def _has_bench(python: Path) -> bool:
     return subprocess.run([str(python), "-c", code], capture_output=True).returncode == 0
 
 
-def _table(bench: Path, cuda: bool, env: dict[str, str]) -> int:
-    """Run the suite of attention on a GPU and write research/results/gpu.md; without CUDA, what is to be measured."""
+def _table(bench: Path, env: dict[str, str]) -> int:
+    """Run the suite of attention, and write research/results/gpu.md."""
     writing = [sys.executable, "-m", "integration_tests.gpu.table"]
-    if not cuda:
-        return int(run([*writing, "--not-measured"], None, env))
     folder, quest = RESULTS / "attention", [str(bench), "-m", "quest_bench.cli"]
     measured = run([*quest, *SUITE, "--out", str(folder)], None, env)  # 1: some cells failed, which the report shows
     if measured > 1:

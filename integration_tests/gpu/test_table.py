@@ -45,31 +45,13 @@ def test_the_page_shows_the_report_the_steps_and_the_tests(
     assert (tmp_path / "gpu" / "results.parquet").read_text() == "measured"
     assert "| `test_backends.py` |" in text
     assert "| 1 | 0 | 1 |" in text
-    assert "Not yet measured: fairseq, graphgps, mmseg, pointcept, tsai." in text
+    assert "| `test_tsai.py` | tsai's TSTPlus by fastai's own trainer and mixed precision | not run |" in text
     assert f"torch {torch.__version__}" in text
     assert "| quest | 3.00 | 1.25 (1.20–1.30) |" in text
-    with pytest.raises(SystemExit):
-        table.main(["--not-measured", "--out", str(out)])
-    assert "holds measurements" in capsys.readouterr().err
 
 
-def test_the_committed_page_is_what_the_command_writes() -> None:
-    """Until there are measurements: every attention, framework and test is on it as not yet measured."""
-    text = table.not_measured()
-    assert table.suite_command() in text
-    assert {file.host for file in table.suite()} == {None, "fairseq", "graphgps", "mmseg", "pointcept", "tsai"}
-    marked = {path.name for path in Path(table.__file__).parent.glob("test_*.py")}
-    assert marked == {file.name for file in table.suite()}
-    assert all(f"| `{file.name}` |" in text for file in table.suite())
-    page = Path(__file__).parents[2] / "research" / "results" / "gpu.md"
-    if not page.with_suffix("").exists():
-        assert page.read_text() == text, "./dev gpu --table writes it"
-
-
-@pytest.mark.parametrize(("cuda", "status", "count"), [(True, 0, 3), (True, 2, 1), (False, 0, 1)])
-def test_the_table_is_a_suite_of_quest_bench(
-    monkeypatch: pytest.MonkeyPatch, cuda: bool, status: int, count: int
-) -> None:
+@pytest.mark.parametrize(("status", "count"), [(0, 3), (2, 1)])
+def test_the_table_is_a_suite_of_quest_bench(monkeypatch: pytest.MonkeyPatch, status: int, count: int) -> None:
     ran: list[list[str]] = []
 
     def run(words: list[str], log: None, env: dict[str, str]) -> int:
@@ -77,15 +59,14 @@ def test_the_table_is_a_suite_of_quest_bench(
         return status
 
     monkeypatch.setattr(command, "run", run)
-    assert command._table(Path("python"), cuda, {}) == status
+    assert command._table(Path("python"), {}) == status
     folder = str(command.RESULTS / "attention")
-    writing = ["-m", "integration_tests.gpu.table"]
     wanted = [
         ["-m", "quest_bench.cli", *command.SUITE, "--out", folder],
         ["-m", "quest_bench.cli", "report", folder],
-        [*writing, "--run", folder],
+        ["-m", "integration_tests.gpu.table", "--run", folder],
     ]
-    assert ran == (wanted if cuda else [[*writing, "--not-measured"]])[:count]
+    assert ran == wanted[:count]
 
 
 def test_ratios_are_taken_round_by_round() -> None:
