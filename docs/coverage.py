@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -207,25 +208,25 @@ def try_timm(family: str) -> dict[str, Any]:
     return judge(lambda: timm.create_model(name, attention="quest"))
 
 
-def torchvision_names() -> list[str]:
-    """Return the classifiers of torchvision, one of each module."""
-    from torchvision import models
-
-    smallest: dict[str, str] = {}
-    for name in models.list_models(module=models):
-        smallest.setdefault(models.get_model_builder(name).__module__.rpartition(".")[2], name)
-    return sorted(smallest.values())
+def listed(package: str) -> Any:
+    """Return what docs/coverage_models.py builds of a package, by name."""
+    if str(DOCS) not in sys.path:
+        sys.path.insert(0, str(DOCS))
+    return getattr(importlib.import_module("coverage_models"), package.replace("-", "_"))()
 
 
-def try_torchvision(name: str) -> dict[str, Any]:
-    """Return what `inject` with an example does to a model of torchvision."""
-    import torch
-    from torchvision import models
-
+def try_listed(package: str, name: str) -> dict[str, Any]:
+    """Return what `inject` with an example does to a model of docs/coverage_models.py."""
     from quest_core import inject
+    from quest_core.hosts.sites import run_example, undisturbed
 
-    model = models.get_model(name, weights=None).eval()
-    return judge(lambda: inject(model, "quest", example=lambda m: m(torch.randn(2, 3, 224, 224)))[0])
+    try:
+        model, example = listed(package)[name]()
+        with undisturbed(model):
+            run_example(model, example)
+    except Exception as error:
+        return {"outcome": "unbuilt", "reason": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+    return judge(lambda: inject(model, "quest", example=example)[0])
 
 
 PACKAGES: dict[str, tuple[Callable[[], list[str]], Callable[[str], dict[str, Any]], str]] = {
@@ -235,7 +236,22 @@ PACKAGES: dict[str, tuple[Callable[[], list[str]], Callable[[str], dict[str, Any
         '`AutoModel.from_config(config, attn_implementation="quest")`',
     ),
     "timm": (timm_names, try_timm, '`timm.create_model(name, attention="quest")`, a small model of each family'),
-    "torchvision": (torchvision_names, try_torchvision, '`quest_core.inject(model, "quest", example=images)`'),
+} | {
+    package: (
+        lambda package=package: list(listed(package)),  # type: ignore[misc]
+        functools.partial(try_listed, package),
+        f'`quest_core.inject(model, "quest", example=batch)`, {what}',
+    )
+    for package, what in {
+        "torchvision": "the first model of each module",
+        "vit-pytorch": "the classes of attention",
+        "x-transformers": "a decoder by each flag",
+        "diffusers": "models that users train most",
+        "segmentation-models-pytorch": "every architecture",
+        "torchaudio": "models with attention",
+        "speechbrain": "transformers and their layers",
+        "neuralforecast": "every model that is built from sizes",
+    }.items()
 }
 """Package -> its names, what tries one, and what that says."""
 
@@ -374,7 +390,7 @@ def main() -> int:
         torch.set_num_threads(1)
         for package in PACKAGES:
             chosen = [one.partition("/")[2] for one in given.which if one.partition("/")[0] == package]
-            if (given.which and not chosen) or not importlib.util.find_spec(package):
+            if (given.which and not chosen) or not importlib.util.find_spec(package.replace("-", "_")):
                 continue
             importlib.import_module(
                 {"transformers": "quest_transformers"}.get(package, "quest_core")
@@ -394,7 +410,7 @@ def main() -> int:
             if names is not chosen:  # models that the installed version no longer has
                 rows = {key: row for key, row in rows.items() if key[0] != package or key[1] in names}
                 write(rows)
-    PAGE.write_text(render(rows.values()))
+    PAGE.write_text(render(read().values()))
     if lost:
         print(f"no longer taken: {', '.join(lost)}")
     return int(bool(lost))

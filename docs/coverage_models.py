@@ -1,0 +1,351 @@
+"""Tiny models of packages without configurations of their own, each with inputs: what docs/coverage.py injects into.
+
+Each function returns, by the name of a model, what builds the model and its inputs, as `quest_core.inject` takes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Built = tuple[nn.Module, Any]
+Models = dict[str, Callable[[], Built]]
+
+
+def images(side: int = 64, *more: int) -> Tensor:
+    return torch.randn(2, 3, *more, side, side)
+
+
+def torchvision() -> Models:
+    """The classifiers, of images and of videos: the first model of each module."""
+    from torchvision import models
+
+    def build(name: str, *frames: int) -> Built:
+        return models.get_model(name, weights=None), images(224, *frames)
+
+    made: Models = {}
+    for owner, frames in ((models, ()), (models.video, (16,))):
+        for name in models.list_models(module=owner):
+            module = models.get_model_builder(name).__module__.rpartition(".")[2]
+            if not any(getattr(one, "module", None) == module for one in made.values()):
+                made[name] = functools.partial(build, name, *frames)
+                vars(made[name])["module"] = module
+    return made
+
+
+def segmentation_models_pytorch() -> Models:
+    """Every architecture with its default encoder, and U-Net with a transformer's."""
+    import segmentation_models_pytorch as smp
+
+    def build(name: str, **options: Any) -> Built:
+        return smp.create_model(name, encoder_weights=None, **options).eval(), images(224 if name == "dpt" else 128)
+
+    made = {name: functools.partial(build, name) for name in smp.MODEL_ARCHITECTURES_MAPPING}
+    made["dpt"] = functools.partial(build, "dpt", encoder_name="tu-vit_tiny_patch16_224")
+    return {**made, "unet mit_b0": functools.partial(build, "unet", encoder_name="mit_b0")}
+
+
+# --- vit-pytorch ------------------------------------------------------------------------------------------------------
+
+VIT_OPTIONS = {
+    **{"dim": 64, "heads": 4, "num_heads": 4, "dim_head": 16, "window_size": 4, "attn_type": "short", "proj_kernel": 3},
+    **{"kv_proj_stride": 2, "fmap_size": 8, "h_s": 4, "w_s": 4, "num_slots": 4, "mlp_dim": 64, "fn": nn.Identity()},
+    **{"k": 4, "patch_size": 4, "use_rotary": False, "use_ds_conv": False},
+}
+"""Arguments of the constructors, by name; sizes that have a default are made small too."""
+VIT_SHAPES = ((2, 16, 64), (2, 64, 8, 8), (2, 8, 8, 64), (2, 2, 2, 4, 4, 64), (2, 17, 64), (2, 65, 64))
+"""Of the first argument of a forward; the first that the module takes is used."""
+
+
+def vit_pytorch() -> Models:
+    """The classes of attention."""
+    import vit_pytorch
+
+    made: Models = {}
+    for one in pkgutil.iter_modules(vit_pytorch.__path__):
+        try:
+            module = importlib.import_module(f"vit_pytorch.{one.name}")
+        except ImportError:  # of a package that is not installed
+            continue
+        for name, kind in vars(module).items():
+            if inspect.isclass(kind) and kind.__module__ == module.__name__ and "atten" in name.lower():
+                made[f"{one.name} {name}"] = functools.partial(_vit, kind)
+    return made
+
+
+def _vit(kind: type[nn.Module]) -> Built:
+    known = inspect.signature(kind).parameters.keys() & VIT_OPTIONS.keys()
+    model = kind(**{name: VIT_OPTIONS[name] for name in known}).eval()
+    parameters = inspect.signature(kind.forward).parameters
+    required = [name for name, one in parameters.items() if one.default is one.empty and name != "self"]
+    failed: Exception | None = None
+    for shape in VIT_SHAPES:
+        x = torch.randn(shape)
+        given = {name: torch.randn(shape) for name in required}
+        given |= {name: [x, torch.randn(shape)] for name in required if name == "history"}
+        given |= {
+            name: None for name in required if name in ("rotary_emb", "coords", "pos", "block_mask", "dense_mask")
+        }
+        given |= {name: torch.ones(shape[:2], dtype=torch.bool) for name in required if name == "mask"}
+        given |= {name: (1, shape[1] - 1) for name in parameters if name == "token_lens"}
+        if "context" in parameters and "cross_attend" in parameters:
+            given["context"] = torch.randn(shape)
+        try:
+            with torch.no_grad():
+                model(**given)
+            return model, given
+        except Exception as error:
+            failed = failed or error
+    raise failed or ValueError(f"{kind.__name__} takes no input")
+
+
+# --- x-transformers ---------------------------------------------------------------------------------------------------
+
+X_FLAGS: tuple[dict[str, Any], ...] = (
+    {},
+    *({name: True} for name in ("rotary_pos_emb", "rel_pos_bias", "alibi_pos_bias", "dynamic_pos_bias", "attn_flash")),
+    *({name: True} for name in ("attn_gate_values", "attn_value_rmsnorm", "attn_qk_norm", "attn_pre_talking_heads")),
+    *({name: True} for name in ("sandwich_norm", "macaron", "gate_residual", "shift_tokens", "ff_glu", "use_rmsnorm")),
+    *({name: True} for name in ("residual_attn", "attn_on_attn", "attn_head_scale")),
+    *({name: True} for name in ("attn_add_zero_kv", "add_value_residual", "attn_softclamp_logits", "attn_l2_distance")),
+    {"attn_kv_heads": 2},
+    {"attn_one_kv_head": True},
+    {"attn_num_mem_kv": 4},
+    {"attn_sparse_topk": 4},
+    {"attn_flash": True, "rotary_pos_emb": True},
+)
+"""Options of a decoder, tried one after the other."""
+
+
+def x_transformers() -> Models:
+    """A decoder by default and with each usual flag, an encoder-decoder model and an encoder of images."""
+    import x_transformers as x
+
+    size = {"dim": 64, "depth": 2, "heads": 4, "attn_dim_head": 16}
+
+    def decoder(flags: dict[str, Any]) -> Built:
+        layers = x.Decoder(**size, **flags)
+        model = x.TransformerWrapper(num_tokens=100, max_seq_len=32, attn_layers=layers)
+        return model.eval(), torch.randint(0, 100, (2, 16))
+
+    def both() -> Built:
+        options = {f"{side}_{key}": n for side in ("enc", "dec") for key, n in (*size.items(), ("num_tokens", 100))}
+        model = x.XTransformer(
+            **{key: n for key, n in options.items() if not key.endswith("_dim")},
+            **{"dim": 64, "enc_max_seq_len": 32, "dec_max_seq_len": 32},
+        )
+        return model.eval(), (torch.randint(0, 100, (2, 16)), torch.randint(0, 100, (2, 12)))
+
+    def vision() -> Built:
+        layers = x.Encoder(**size)
+        return x.ViTransformerWrapper(image_size=32, patch_size=8, num_classes=10, attn_layers=layers), images(32)
+
+    made: Models = {" ".join(flags) or "Decoder": functools.partial(decoder, flags) for flags in X_FLAGS}
+    return {**made, "XTransformer": both, "ViTransformerWrapper": vision}
+
+
+# --- diffusers --------------------------------------------------------------------------------------------------------
+
+
+def diffusers() -> Models:
+    """The models that users train most."""
+    plain = {"sample_size": 16, "block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 8}
+    unet = {**plain, "cross_attention_dim": 32, "attention_head_dim": 4}
+    heads = {"num_attention_heads": 2, "attention_head_dim": 16}
+    time = torch.tensor([1, 2])
+    latents, text = torch.randn(2, 4, 16, 16), torch.randn(2, 7, 32)
+    ids = {"img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(7, 3)}
+    two = ("CrossAttnDownBlock2D", "DownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D")
+    three = ("CrossAttnDownBlock3D", "DownBlock3D"), ("UpBlock3D", "CrossAttnUpBlock3D")
+    plains = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
+
+    def blocks(kinds: tuple[tuple[str, ...], tuple[str, ...]]) -> dict[str, Any]:
+        return {"down_block_types": kinds[0], "up_block_types": kinds[1]}
+
+    table: dict[str, tuple[dict[str, Any], Any]] = {
+        "UNet2DModel": ({**plain, **blocks(plains), "attention_head_dim": 8}, (images(16), 1)),
+        "UNet2DConditionModel": ({**unet, **blocks(two)}, (latents, time, text)),
+        "UNet3DConditionModel": ({**unet, **blocks(three)}, (torch.randn(2, 4, 4, 16, 16), time, text)),
+        "AutoencoderKL": ({"block_out_channels": (32,), "norm_num_groups": 8}, (images(16),)),
+        "DiTTransformer2DModel": (
+            {**heads, "in_channels": 4, "sample_size": 16, "num_layers": 2, "norm_num_groups": 8},
+            {"hidden_states": latents, "timestep": time, "class_labels": time},
+        ),
+        "PixArtTransformer2DModel": (
+            {**heads, "sample_size": 16, "num_layers": 2, "cross_attention_dim": 32, "caption_channels": 32},
+            {"hidden_states": latents, "timestep": time, "encoder_hidden_states": text, "added_cond_kwargs": {}},
+        ),
+        "Transformer2DModel": (
+            {**heads, "in_channels": 32, "norm_num_groups": 8, "cross_attention_dim": 32},
+            (torch.randn(2, 32, 8, 8), text),
+        ),
+        "SD3Transformer2DModel": (
+            {
+                **{"sample_size": 16, "in_channels": 4, "num_layers": 2, "attention_head_dim": 8},
+                **{"num_attention_heads": 4, "caption_projection_dim": 32, "joint_attention_dim": 32},
+                **{"pooled_projection_dim": 64, "out_channels": 4},
+            },
+            (latents, text, torch.randn(2, 64), time),
+        ),
+        "FluxTransformer2DModel": (
+            {
+                **{"in_channels": 4, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16},
+                **{"num_attention_heads": 2, "joint_attention_dim": 32, "pooled_projection_dim": 32},
+                "axes_dims_rope": [4, 4, 8],
+            },
+            {
+                **{"hidden_states": torch.randn(2, 16, 4), "encoder_hidden_states": text, "timestep": time.float()},
+                **{"pooled_projections": torch.randn(2, 32), **ids},
+            },
+        ),
+        "AuraFlowTransformer2DModel": (
+            {
+                **{"sample_size": 16, "patch_size": 2, "in_channels": 4, "num_mmdit_layers": 1},
+                **{"num_single_dit_layers": 1, "attention_head_dim": 8, "num_attention_heads": 4},
+                **{"caption_projection_dim": 32, "joint_attention_dim": 32, "out_channels": 4},
+            },
+            (latents, text, time),
+        ),
+        "Lumina2Transformer2DModel": (
+            {
+                **{"sample_size": 16, "hidden_size": 24, "num_layers": 1, "num_refiner_layers": 1, "in_channels": 4},
+                **{"num_attention_heads": 3, "num_kv_heads": 1, "multiple_of": 2, "axes_dim_rope": (4, 2, 2)},
+                **{"axes_lens": (64, 64, 64), "cap_feat_dim": 32},
+            },
+            (latents, time, text, torch.ones(2, 7, dtype=torch.bool)),
+        ),
+        "WanTransformer3DModel": (
+            {
+                **{"attention_head_dim": 12, "num_attention_heads": 2, "in_channels": 4, "out_channels": 4},
+                **{"text_dim": 32, "freq_dim": 32, "ffn_dim": 32, "num_layers": 2},
+            },
+            (torch.randn(2, 4, 4, 16, 16), time, text),
+        ),
+        "CogVideoXTransformer3DModel": (
+            {
+                **{"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "out_channels": 4},
+                **{"time_embed_dim": 8, "text_embed_dim": 32, "num_layers": 1, "sample_width": 16},
+                **{"sample_height": 16, "sample_frames": 5, "max_text_seq_length": 7},
+            },
+            (torch.randn(2, 2, 4, 16, 16), text, time),
+        ),
+        "LTXVideoTransformer3DModel": (
+            {
+                **{"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16},
+                **{"cross_attention_dim": 32, "num_layers": 1, "caption_channels": 32},
+            },
+            {
+                **{"hidden_states": torch.randn(2, 32, 4), "encoder_hidden_states": text, "timestep": time.float()},
+                **{"encoder_attention_mask": torch.ones(2, 7, dtype=torch.bool), "num_frames": 2},
+                **{"height": 4, "width": 4},
+            },
+        ),
+        "QwenImageTransformer2DModel": (
+            {
+                **{"in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16},
+                **{"num_attention_heads": 2, "joint_attention_dim": 32, "axes_dims_rope": (4, 6, 6)},
+            },
+            {
+                **{"hidden_states": torch.randn(2, 16, 16), "encoder_hidden_states": text},
+                **{"encoder_hidden_states_mask": torch.ones(2, 7, dtype=torch.long), "timestep": time.float()},
+                "img_shapes": [(1, 4, 4)] * 2,
+            },
+        ),
+    }
+
+    def build(name: str) -> Built:
+        import diffusers
+
+        options, example = table[name]
+        return getattr(diffusers, name)(**options).eval(), example
+
+    return {name: functools.partial(build, name) for name in table}
+
+
+# --- sounds -----------------------------------------------------------------------------------------------------------
+
+
+def torchaudio() -> Models:
+    """The models with attention."""
+    from torchaudio import models
+
+    sound, features = torch.randn(2, 4000), (torch.randn(2, 40, 64), torch.tensor([40, 32]))
+    blocks = [(32, 10, 5), *[(32, 3, 2)] * 4, *[(32, 2, 2)] * 2]
+    size = (64, 0.1, 8, 4, 2, 4, 0.1, 64, 0.1, 0.1, False, 0.1, None)  # of wav2vec2_model, after its convolutions
+
+    return {
+        "Wav2Vec2Model": lambda: (models.wav2vec2_model("group_norm", blocks, False, *size).eval(), sound),
+        "HuBERTPretrainModel": lambda: (models.hubert_base().eval(), torch.randn(1, 4000)),
+        "WavLM": lambda: (models.wavlm_base().eval(), torch.randn(1, 4000)),
+        "Conformer": lambda: (models.Conformer(64, 4, 64, 2, 15).eval(), features),
+        "Emformer": lambda: (models.Emformer(64, 4, 64, 2, 4, right_context_length=1).eval(), features),
+    }
+
+
+def speechbrain() -> Models:
+    """The transformers and layers of speechbrain.lobes."""
+    import speechbrain.lobes.models.transformer as lobes  # type: ignore[import-not-found]
+
+    speech, tokens = torch.randn(2, 20, 64), torch.randint(1, 100, (2, 12))
+
+    def build(module: str, kind: str, options: dict[str, Any], example: Any) -> Built:
+        found = importlib.import_module(f"{lobes.__name__}.{module}")
+        return getattr(found, kind)(**options).eval(), example
+
+    whole = {"tgt_vocab": 100, "input_size": 64, "d_model": 64, "nhead": 4, "d_ffn": 64}
+    few = {**whole, "num_encoder_layers": 2, "num_decoder_layers": 2}
+    layers = {"num_layers": 2, "nhead": 4, "d_ffn": 64, "d_model": 64}
+    table: dict[str, tuple[str, str, dict[str, Any], Any]] = {}
+    for kind in ("regularMHA", "RelPosMHAXL", "RoPEMHA"):
+        for encoder in ("transformer", "conformer", "branchformer"):
+            options = {**few, "attention_type": kind, "encoder_module": encoder, "causal": False, "max_length": 50}
+            options["normalize_before"] = encoder == "conformer"
+            if encoder == "branchformer":
+                options["csgu_linear_units"] = 64
+            table[f"TransformerASR {encoder} {kind}"] = "TransformerASR", "TransformerASR", options, (speech, tokens)
+    for kind in ("regularMHA", "hypermixing"):
+        options = {**layers, "attention_type": kind}
+        table[f"TransformerEncoder {kind}"] = "Transformer", "TransformerEncoder", options, speech
+    language = {"vocab": 100, "d_model": 64, "nhead": 4, "num_encoder_layers": 2, "num_decoder_layers": 0, "d_ffn": 64}
+    table["TransformerLM"] = "TransformerLM", "TransformerLM", language, tokens
+    table["TransformerDecoder"] = "Transformer", "TransformerDecoder", layers, (speech, speech)
+    enhancement = {"d_model": 64, "output_size": 65, "nhead": 4, "num_layers": 2, "d_ffn": 64}
+    table["CNNTransformerSE"] = "TransformerSE", "CNNTransformerSE", enhancement, speech
+    return {name: functools.partial(build, *one) for name, one in table.items()}
+
+
+# --- time series ------------------------------------------------------------------------------------------------------
+
+
+def neuralforecast() -> Models:
+    """Every model that it builds from sizes."""
+    from neuralforecast import models
+
+    def build(kind: Any) -> Built:
+        options = {
+            "h": 12,
+            "input_size": 24,
+            "n_series": 3,
+            "hidden_size": 32,
+            "n_head": 8,
+            "n_heads": 4,
+            "e_layers": 2,
+        }
+        options |= {"patch_len": 8, "d_model": 32, "conv_hidden_size": 32, "encoder_layers": 2}
+        known = inspect.signature(kind).parameters
+        model = kind(**{name: value for name, value in options.items() if name in known}).eval()
+        many = getattr(model, "MULTIVARIATE", False)
+        series = 3 if many else 1
+        batch = {name: None for name in ("hist_exog", "futr_exog", "stat_exog", "insample_mask")}
+        batch |= {"insample_y": torch.randn(2, 24, series), "insample_mask": torch.ones(2, 24, series)}
+        return model, ({**batch},)
+
+    kinds = {name: kind for name, kind in vars(models).items() if inspect.isclass(kind)}
+    return {name: functools.partial(build, kind) for name, kind in kinds.items() if name not in ("HINT", "TimeLLM")}
