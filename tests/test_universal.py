@@ -522,14 +522,6 @@ def test_injecting_again(make: Callable[[], Any]) -> None:
     assert not torch.equal(model(*inputs), stock(*inputs))
 
 
-def test_monitor_watches_universal_sites() -> None:
-    model, inputs = gpt()
-    quest_core.inject(model, "quest", example=inputs)
-    with quest_core.Monitor(model) as monitor:
-        model(*inputs)
-        assert list(monitor.collect()) == ["h.0.attn", "h.1.attn", "h.2.attn"]
-
-
 def test_names_classes_hooks_modes_and_buffers_stay() -> None:
     class Counting(CausalSelfAttention):
         def __init__(self) -> None:
@@ -585,22 +577,6 @@ def test_an_example_that_reaches_nothing_is_an_error() -> None:
         quest_core.inject(nn.Sequential(nn.Linear(2, 2)), "quest", example=torch.randn(1, 2))
 
 
-class Explicit(nn.Module):
-    """Forms its weights itself, under a name that says nothing."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.unflatten(-1, (4, -1)).transpose(1, 2)
-        return ((y @ y.mT).softmax(-1) @ y).transpose(1, 2).flatten(2)
-
-
-class Folded(nn.Module):
-    """The same with the heads in the batch."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.unflatten(-1, (4, -1)).transpose(1, 2).flatten(0, 1)
-        return ((y @ y.mT).softmax(-1) @ y).unflatten(0, (-1, 4)).transpose(1, 2).flatten(2)
-
-
 class Mixer(nn.Module):
     """Something other than PyTorch computes it."""
 
@@ -620,13 +596,6 @@ class Switch(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.on(x)
-
-
-@pytest.mark.parametrize("other", [Explicit, Folded])
-def test_attention_that_is_written_out_is_replaced_too(other: type[nn.Module]) -> None:
-    x = torch.randn(2, 5, 32)
-    _, report = quest_core.inject(nn.Sequential(CausalSelfAttention(), other()), "quest", example=x)
-    assert [(row.path, row.adapter) for row in report.replacements] == [("0", "universal"), ("1", "written out")]
 
 
 @pytest.mark.parametrize(
