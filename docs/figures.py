@@ -1,7 +1,9 @@
-"""Draws the figures of docs/: python docs/figures.py. Every curve is computed with quest_core."""
+"""Draws the figures of docs/: python docs/figures.py. Every curve is computed with quest_core or a committed result."""
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from pathlib import Path
 
 import matplotlib
@@ -116,11 +118,22 @@ def draw_growing_key() -> None:
             figure.savefig(path, dpi=150, transparent=True, metadata={"Software": None})
 
 
+def draw_logits_in_training() -> None:
+    """docs/figures/logits-in-training.png, a picture of the report of stability/logits."""
+    from quest_bench.report import write_page
+
+    results = HERE.parents[1] / "research" / "results" / "stability" / "logits"
+    with tempfile.TemporaryDirectory() as made:
+        write_page(results, Path(made), "standard")
+        shutil.copy(Path(made) / "report" / "01-vit-largest-logit-in-training.png", HERE / "logits-in-training.png")
+
+
 def main() -> None:
     HERE.mkdir(exist_ok=True)
     plt.rcParams.update({"font.size": 11})
     draw_growing_key()
     draw_angles()
+    draw_logits_in_training()
 
 
 if __name__ == "__main__":

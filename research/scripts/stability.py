@@ -4,8 +4,8 @@
 
 It reads the committed results.parquet of each report and prints Markdown tables of paired differences from standard
 attention: one for each metric, and one of ten other seeds; then the largest logits. The mean of a seed over
-combinations is one value. Holm's method corrects all means of the tables by metric, and those of the other seeds.
-Single combinations are tested in their own reports.
+combinations is one value. Holm's method corrects all means of the tables by metric, those of the other seeds, and those
+of QK-clip's table. Single combinations are tested in their own reports.
 """
 
 from __future__ import annotations
@@ -71,6 +71,35 @@ def link(name: str, folder: str) -> str:
     return f"[{name}]({SITE}{'/'.join(filter(None, ['stability', folder]))}/report/)"
 
 
+def clipping() -> None:
+    """Print QK-clip, quest and QK norms at the two largest rates: accuracy minus standard, and logits in training."""
+    read = {name: pd.read_parquet(HERE / name / "results.parquet").set_index("seed") for name in ("logits", "qk-clip")}
+    cells = dict(iter(read["logits"].groupby("attention")))
+    cells = {"standard": cells["standard"], "standard, QK-clip": read["qk-clip"]} | {
+        name: cells[name] for name in ("quest", "qknorm-hs")
+    }
+    rates = ["0.032", "0.1"]
+    accuracy = {name: own[[f"metric/accuracy/lr={rate}" for rate in rates]] for name, own in cells.items()}
+    base = accuracy.pop("standard")
+    print(
+        "| | `standard` | "
+        + " | ".join(f"`{name}`".replace(", QK-clip`", "` with QK-clip") for name in accuracy)
+        + " |"
+    )
+    print("|---|---:|" + "---:|" * len(accuracy))
+    for rate, column in zip(rates, base, strict=True):
+        row = [shown(compared(own[column] - base[column])) for own in accuracy.values()]
+        print(f"| accuracy at {rate}, % | {base[column].mean():.1f} | " + " | ".join(row) + " |")
+    tested = correct([compared((own - base).mean(axis=1)) for own in accuracy.values()])
+    row = [f"{shown(found)}, p = {write_p(found.adjusted)}" for found in tested]
+    print(f"| mean of both | {base.to_numpy().mean():.1f} | " + " | ".join(row) + " |")
+    for rate in rates:
+        tops = [own[f"series/training_logit/lr={rate}"].map(max) for own in cells.values()]
+        print(
+            f"| largest logit at {rate} | " + " | ".join(f"{top.min():,.0f} to {top.max():,.0f}" for top in tops) + " |"
+        )
+
+
 def main() -> None:
     names = {name: folder for name, folder in COMBINATIONS.items() if (HERE / folder / "results.parquet").exists()}
     full = [folder for name, folder in names.items() if "float16" not in name.split(", ")]
@@ -101,6 +130,8 @@ def main() -> None:
         found = cells["series/max_logit/lr=0.1"].str[-1].groupby(cells["attention"]).mean()
         row = [f"{found[key]:.0f}" if key in found else "–" for key in ("standard", *OTHERS.values())]
         print(f"| {link(name, folder)} | " + " | ".join(row) + " |")
+    print()
+    clipping()
 
 
 if __name__ == "__main__":

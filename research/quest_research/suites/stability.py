@@ -165,7 +165,7 @@ def run(cell: Cell, progress: Progress) -> Result:
 
 
 def plots(rows: Any, results: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, Any]]:
-    """Title, caption and figure of: accuracy by learning rate, and the watched values over training.
+    """Title, caption and figure of: accuracy by learning rate, the largest logit of steps, and the values of epochs.
 
     Args:
         rows: one row a cell, as in results.parquet.
@@ -195,22 +195,31 @@ def plots(rows: Any, results: Sequence[Mapping[str, Any]]) -> list[tuple[str, st
     axes.set_ylabel("test accuracy (%)")
     by_rate.legend(loc="outside upper left", ncols=4, fontsize=8)
 
-    watched = Figure(figsize=(9.6, 1.7 * len(WATCHED) + 0.5), layout="constrained")
-    grid = watched.subplots(len(WATCHED), len(names), squeeze=False, sharex=True, sharey="row")
-    for line, key in zip(grid, WATCHED, strict=True):
-        for axes, name in zip(line, names, strict=True):
-            for attention in attentions:
-                own = [c["series"].get(f"{key}/{name}", []) for c in results if c["attention"] == attention]
-                if all(own):
-                    drawn(axes, attention, range(1, 1 + max(map(len, own))), own)
-            if key != "entropy" and any(v > 0 for line in axes.lines for v in line.get_ydata() if math.isfinite(v)):
-                axes.set_yscale("log")
-            axes.set_title(name if key == WATCHED[0] else "", fontsize=8)
-            axes.tick_params(labelsize=7)
-        line[0].set_ylabel(key.replace("_", " "), fontsize=8)
-    watched.supxlabel("epoch", fontsize=9)
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    watched.legend(handles, labels, loc="outside upper left", ncols=4, fontsize=8)
+    def over_training(keys: Sequence[str], height: float, x: Sequence[float], label: str) -> Figure:
+        figure = Figure(figsize=(9.6, height * len(keys) + 0.5), layout="constrained")
+        grid = figure.subplots(len(keys), len(names), squeeze=False, sharex=True, sharey="row")
+        for line, key in zip(grid, keys, strict=True):
+            for axes, name in zip(line, names, strict=True):
+                for attention in attentions:
+                    own = [c["series"].get(f"{key}/{name}", []) for c in results if c["attention"] == attention]
+                    if all(own):
+                        drawn(axes, attention, x, own)
+                if key != "entropy" and any(v > 0 for line in axes.lines for v in line.get_ydata() if math.isfinite(v)):
+                    axes.set_yscale("log")
+                axes.set_title(name if key == keys[0] else "", fontsize=8)
+                axes.tick_params(labelsize=7)
+            line[0].set_ylabel(key.replace("_", " "), fontsize=8)
+        figure.supxlabel(label, fontsize=9)
+        handles, labels = grid[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper left", ncols=4, fontsize=8)
+        return figure
+
+    longest = max(len(values) for c in results for values in c["series"].values())
+    in_steps = []
+    if any(key.startswith("training_logit/") for c in results for key in c["series"]):
+        caption = f"Of all layers and heads, in the first training batch and in every {EVERY}th."
+        steps = [1, *range(EVERY, EVERY * longest, EVERY)]
+        in_steps = [("Largest logit in training", caption, over_training(["training_logit"], 2.6, steps, "step"))]
     return [
         (
             "Accuracy by learning rate",
@@ -218,11 +227,12 @@ def plots(rows: Any, results: Sequence[Mapping[str, Any]]) -> list[tuple[str, st
             "lowest to the highest. A rate that diverged counts as guessing.",
             by_rate,
         ),
+        *in_steps,
         (
             "Logits and norms over training",
             "After each epoch, on a part of the validation split: the largest logit, and the means over layers and "
             "heads of the entropy of the weights in nats and of the norms of queries and keys. Lines end where a seed "
             "diverged.",
-            watched,
+            over_training(WATCHED, 1.7, range(1, longest + 1), "epoch"),
         ),
     ]
