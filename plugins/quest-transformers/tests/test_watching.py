@@ -5,6 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import quest_core
+from devtools.logits import recorded
 from quest_transformers.watching import WatchCallback
 
 pytest.importorskip("accelerate")
@@ -35,7 +36,12 @@ def train(tmp_path, callbacks, **options):
 @pytest.mark.parametrize("options", [{}, {"attn_implementation": "quest"}])
 def test_trainer_logs_what_attention_does_and_trains_as_before(tmp_path, options):
     model, plain = train(tmp_path, [], **options)
-    watched, logs = train(tmp_path, [WatchCallback(every=2)], **options)
+    with recorded() as calls:
+        watched, logs = train(tmp_path, [WatchCallback(every=2)], **options)
+    # The first log is that of step 2: two layers, in the third and the fourth of the forward passes.
+    top, entropy = map(list, zip(*calls[4:8], strict=True))
+    assert logs[0]["attention/max_logit"] == pytest.approx(max(top), rel=1e-5)
+    assert logs[0]["attention/entropy"] == pytest.approx(sum(entropy) / 4, rel=1e-4)
     assert [entry["loss"] for entry in logs] == [entry["loss"] for entry in plain]
     for entry in logs:
         top = entry["attention/model.layers.1.self_attn/max_logit/max"]

@@ -5,6 +5,7 @@ import pytest
 from fastai.callback.tracker import CSVLogger
 from tsai.basics import TSClassifier
 
+from devtools.logits import recorded
 from quest_tsai.watching import WatchAttention
 
 
@@ -20,12 +21,13 @@ def test_the_table_of_epochs_shows_logits(tmp_path, attention):
         x, y, splits=splits, arch="TSTPlus", arch_config=sizes, cbs=[watch, log], bs=8, path=tmp_path, device="cpu"
     )
     kinds = [type(module) for module in learn.model.modules()]
-    with learn.no_bar():
+    with learn.no_bar(), recorded() as calls:
         learn.fit(2)
     table = (tmp_path / "log.csv").read_text().splitlines()
     names = table[0].split(",")
     assert {"max_logit", "entropy"} <= {*names}
-    for row in table[1:]:
-        assert float(row.split(",")[names.index("max_logit")]) > 0
+    for row, call in zip(table[1:], calls[1::2], strict=True):  # the second of an epoch's two batches
+        shown = [float(row.split(",")[names.index(name)]) for name in ("max_logit", "entropy")]
+        assert shown == pytest.approx(call, rel=1e-4)
     assert [type(module) for module in learn.model.modules()] == kinds
     assert len(watch.watch.history) == 4  # two batches in each of two epochs

@@ -1,0 +1,71 @@
+"""The attention of a training in float64, against which tests compare what hosts' loggers show."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@contextmanager
+def recorded() -> Iterator[list[tuple[float, float]]]:
+    """Yield a list that each call of attention with gradients joins: its largest logit, and its entropy in nats.
+
+    A call is one of scaled_dot_product_attention, or of a softmax over the last of at least three axes.
+    """
+    seen: list[tuple[float, float]] = []
+    inside = [False]  # F.softmax calls Tensor.softmax
+
+    def patched(owner: Any, name: str, logits: Callable[..., Tensor]) -> Any:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            outer = inside[0]
+            if not outer and torch.is_grad_enabled() and x.dim() > 2:
+                inside[0] = True  # in what follows, too
+                z = logits(x, *args, **kwargs)
+                p = z.softmax(-1)
+                seen.append((z.max().item(), torch.special.entr(p).sum(-1).mean().item()))
+            inside[0] = True
+            try:
+                return original(x, *args, **kwargs)
+            finally:
+                inside[0] = outer
+
+        return mock.patch.object(owner, name, call)
+
+    with ExitStack() as stack:
+        stack.enter_context(patched(F, "scaled_dot_product_attention", _logits))
+        for owner in (F, torch, Tensor):
+            stack.enter_context(patched(owner, "softmax", lambda z, *_, **__: z.detach().double()))
+        yield seen
+
+
+def _logits(
+    q: Tensor,
+    k: Tensor,
+    _v: Tensor,
+    attn_mask: Tensor | None = None,
+    _dropout_p: float = 0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    dropout_p: float = 0,
+) -> Tensor:
+    q, k = q.detach().double(), k.detach().double()
+    z = q @ (k.repeat_interleave(q.shape[1] // k.shape[1], 1) if enable_gqa else k).mT
+    z = z * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(z.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is None:
+        return z
+    return z.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else z + attn_mask
