@@ -36,7 +36,7 @@ FIRST = {  # model type -> the ways of its modules, or the words of the error
     "sam": "transformers 7, universal 4",
     "sam2": "transformers 7, universal 12",
     "siglip": "torch 1, transformers 8",
-    "swinv2": "stands a tensor of factors",
+    "swinv2": "it is cosine attention",
     "wavlm": "universal 4",
 }
 
@@ -78,6 +78,11 @@ def test_models_that_people_try_first(model_type, tmp_path):
     assert coverage.judge(lambda: again) == made
     for one, other in zip(outputs(again), got, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("model_type", ["lxmert", "neomme", pytest.param("perceiver", marks=pytest.mark.slow)])
+def test_models_with_configs_and_inputs_of_their_own(model_type):
+    assert coverage.attempt("transformers", model_type).outcome == "taken"
 
 
 @pytest.mark.slow

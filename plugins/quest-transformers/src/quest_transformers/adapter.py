@@ -85,8 +85,8 @@ class TransformersAdapter(Adapter):
             return (
                 f"it needs a key/value head for each of the {anatomy.num_heads} query heads, and has {anatomy.kv_heads}"
             )
-        window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
-        if window is not None and config.family:
+        holder = module if hasattr(module, "sliding_window") else module.config  # NeoMME's config raises
+        if config.family and (window := getattr(holder, "sliding_window", None)) is not None:
             return f"it looks at all tokens, and the model has a sliding window of {window}"
         kinds = sorted(set(getattr(module.config, "layer_types", None) or ()))
         if len(kinds) > 1 and any(part.chained for part in config.components):

@@ -44,7 +44,7 @@ def inputs(part: Any, config: Any, number: int, random: torch.Generator) -> dict
 OPTIONAL = frozenset(
     {
         *("input_ids", "pixel_values", "input_features", "input_values", "bbox", "input_points"),
-        *("encoder_hidden_states", "key_value_states", "past_values"),
+        *("encoder_hidden_states", "key_value_states", "past_values", "visual_feats", "visual_pos"),
     }
 )
 """Arguments that a forward may leave out, and that other attention needs."""
@@ -118,6 +118,12 @@ class Maker:
         found = (getattr(config, name, None) for config in configs for name in names)
         return next((value for value in found if value is not None), None)
 
+    def visual_feats(self) -> Tensor:
+        return self.normal(TOKENS, self.of_config("visual_feat_dim"))
+
+    def visual_pos(self) -> Tensor:
+        return self.normal(TOKENS, self.of_config("visual_pos_dim"))
+
     def input_points(self) -> Tensor:
         return self.normal(1, 2, 2)
 
@@ -152,6 +158,9 @@ class Maker:
         return self.normal(TOKENS, self.in_features("key", "k_proj", "k"))
 
     encoder_hidden_states = key_value_states = key
+
+    def inputs(self) -> Tensor:
+        return self.normal(TOKENS, self.of_config("d_model"))
 
     def value(self) -> Tensor:
         return self.normal(TOKENS, self.in_features("value", "v_proj", "v"))
