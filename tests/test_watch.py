@@ -132,9 +132,11 @@ def test_remarks_say_what_grows_and_what_unit_keys_bound():
     assert remarks((10, before)) == []  # 100 is the limit itself
 
 
-def test_logits_that_became_infinite_are_remarked():
-    now = {"a": {"max_logit": [math.inf], "entropy": [math.nan], "query_norm_max": [math.inf]}}
-    assert "inf" in remarks((1, now))[0]
+@pytest.mark.parametrize(("top", "said"), [(math.inf, "the largest logit is inf"), (math.nan, "every logit is NaN")])
+def test_logits_that_are_not_finite_are_remarked(top, said):
+    now = {"a": {"max_logit": [top, math.nan], "entropy": [math.nan] * 2, "query_norm_max": [top] * 2}}
+    assert said in remarks((1, now))[0]
+    assert remarks((1, {"a": {"query_norm_max": [1.0]}})) == []  # a mechanism without logits
 
 
 SCRIPT = """

@@ -130,7 +130,7 @@ def _totals(seen: dict[str, Any]) -> dict[str, float]:
 
 
 def remarks(now: tuple[int, dict[str, Any]], before: tuple[int, dict[str, Any]] | None = None) -> list[str]:
-    """Return a line for each layer whose logits are large, or whose weights are saturated.
+    """Return a line for each layer whose logits are large or NaN, or whose weights are saturated.
 
     Args:
         now: (step, what `Monitor.collect` returned).
@@ -142,6 +142,8 @@ def remarks(now: tuple[int, dict[str, Any]], before: tuple[int, dict[str, Any]] 
         logits, entropy = names.get("max_logit", [math.nan]), names.get("entropy", [])
         head = max(range(len(logits)), key=lambda h: -math.inf if math.isnan(logits[h]) else logits[h])
         top, low = logits[head], entropy[head] if entropy else math.nan
+        if math.isnan(top) and "max_logit" in names:
+            lines.append(f"{path}: every logit is NaN, or every key is hidden")
         large, saturated = top > LARGE or math.isinf(top), low < SATURATED
         if not large and not saturated:
             continue
