@@ -376,21 +376,6 @@ def test_a_replaced_output_projection_is_used_and_trained(attention: str) -> Non
     assert made.out_proj.added.weight.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("attention", MIXED)
-@pytest.mark.parametrize("boolean", [True, False])
-def test_a_row_that_sees_no_key_is_zero(attention: str, boolean: bool) -> None:
-    """pytorch#103963: such rows were NaN, and so were the gradients."""
-    mechanism = quest_core.Mechanism(attention, num_heads=2, head_dim=8)
-    groups = 1 if "gqa" in attention else 2
-    q, k, v = (torch.randn(2, n, 4, 8, requires_grad=True) for n in (2, groups, groups))
-    seen = torch.ones(4, 4, dtype=torch.bool).tril(-1)  # the first query sees nothing
-    mask = seen if boolean else torch.zeros(4, 4).masked_fill(~seen, -torch.inf)
-    out = mechanism(q, k, v, attn_mask=mask)
-    assert (out[:, :, 0] == 0).all()
-    out.square().sum().backward()
-    assert all(x.grad.isfinite().all() for x in (q, k, v))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["standard", "quest", "quest+sigmoid"])
 def test_a_row_that_sees_no_key_is_zero_in_onnx(attention: str, tmp_path: Path) -> None:
@@ -428,17 +413,6 @@ def test_an_encoder_keeps_columns_that_are_padding_everywhere(attention: str, ne
     assert out.shape == x.shape
     short = made(x[1:2, :2])
     torch.testing.assert_close(out[1:2, :2], short, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("attention", MIXED)
-def test_the_last_query_alone_gives_the_last_row(attention: str) -> None:
-    """pytorch#108108, #144858: causal masks of stock are aligned at the first key, so a decoded token saw one key."""
-    mechanism = quest_core.Mechanism(attention, num_heads=2, head_dim=8)
-    groups = 1 if "gqa" in attention else 2
-    q, k, v = torch.randn(2, 2, 5, 8), torch.randn(2, groups, 5, 8), torch.randn(2, groups, 5, 8)
-    whole = mechanism(q, k, v, is_causal=True)
-    for rows in (1, 2):
-        torch.testing.assert_close(mechanism(q[:, :, -rows:], k, v, is_causal=True), whole[:, :, -rows:])
 
 
 @pytest.mark.parametrize("attention", MIXED)

@@ -212,18 +212,7 @@ def test_other_option_values_in_the_same_folder_are_refused_but_sweeps_grow(
 
 
 def test_failed_cells_are_shown_and_tried_again(inside: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    command = [
-        "run",
-        "fake/suite/one",
-        "--attention",
-        "standard",
-        "--seeds",
-        "0-1",
-        "--set",
-        "mode=flaky",
-        "--out",
-        "out",
-    ]
+    command = shlex.split("run fake/suite/one --attention standard --seeds 0-1 --set mode=flaky --out out")
     assert app_main(command) == 1
     shown = capfd.readouterr().out
     assert "1 failed: ValueError: the first try fails  (first: out/cells/" in shown
@@ -528,18 +517,7 @@ def test_a_full_disk_in_a_worker_fails_the_cell_and_resumes(fake: Path) -> None:
 @pytest.mark.slow
 def test_a_cell_without_memory_says_so_and_resumes(fake: Path) -> None:
     tasks = fake.parent / "site" / "fakebench" / "tasks.py"
-    command = [
-        "run",
-        "fake/suite/one",
-        "--attention",
-        "standard",
-        "--seeds",
-        "0",
-        "--set",
-        "mode=memory",
-        "--out",
-        "out",
-    ]
+    command = shlex.split("run fake/suite/one --attention standard --seeds 0 --set mode=memory --out out")
     assert app_main(command) == 1
     (cell,) = load_all(Path("out"))
     assert cell.error == "MemoryError; the cell ran out of memory: try fewer --jobs, or a smaller batch\n"
