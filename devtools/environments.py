@@ -1,8 +1,9 @@
 """The environments that tests run in, found by folder. Standard library only.
 
 - "core": quest-core, quest-bench, quest-suites, research/ and the linters.
-- One per plugin with an extra `host`: its constraints.txt, and if it has them requirements-nodeps.txt (installed
-  without their dependencies) and environment/ (files that are copied into site-packages).
+- One per plugin with an extra `host`: the plugins that it names, its constraints.txt, and if they exist
+  requirements-nodeps.txt (installed without their dependencies) and environment/ of each of these plugins (files that
+  are copied into site-packages).
 - Further ones, <name>-<label>, for another version of PyTorch (environments/<label>/) or of a host
   (plugins/<name>/environments/<label>/), with files of the same names. A requirements.txt there takes the place of the
   extra `host`.
@@ -108,7 +109,9 @@ def environment(name: str) -> Environment:
         requirements += ["-e", *((f"{folder}[test]", "-r", str(instead)) if replaced else (f"{folder}[host,test]",))]
         requirements += ["-e", str(PLUGINS / SUITES), "-e", str(EXAMPLE)]
         text = (folder / "pyproject.toml").read_text()
-        for other in (other for other in hosts() if other != own and f'"{other}[' in text):
+        for other in (
+            other for other in plugins() if other not in (own, SUITES) and re.search(rf'"{other}[>\[]', text)
+        ):
             requirements += ["-e", str(PLUGINS / other)]
             shims.append(PLUGINS / other)
     return Environment(

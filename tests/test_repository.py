@@ -28,7 +28,7 @@ from integration_tests.gpu import command as gpu
 ROOT = Path(__file__).resolve().parents[1]
 SITE = "https://quest-attention.github.io/quest/"
 PROJECTS = sorted(p for p in ROOT.glob("plugins/*/pyproject.toml") if not p.parent.name.startswith("_"))
-HOSTS = [p.parent for p in PROJECTS if p.parent.name not in ("quest-bench", "quest-suites")]
+HOSTS = [environments.home(name) for name in environments.hosts()]
 on_hosts = pytest.mark.parametrize("plugin", HOSTS, ids=lambda p: p.name)
 
 
@@ -340,12 +340,10 @@ def test_an_integration_test_runs_in_the_environment_that_it_declares() -> None:
 
 def test_plugins_are_tested_with_what_the_core_is_tested_with() -> None:
     """`minversion` of the root's settings holds for their suites too."""
-    for path in PROJECTS:
-        if path.parent.name == "quest-suites":  # the tests of each host run its tasks
-            continue
-        needed = project(path.parent)["optional-dependencies"]["test"]
-        assert "quest-core[test]" in needed, path
-        assert [requirement for requirement in needed if requirement.startswith("pytest")] == [], path
+    for plugin in HOSTS:
+        needed = project(plugin)["optional-dependencies"]["test"]
+        assert "quest-core[test]" in needed, plugin
+        assert [requirement for requirement in needed if requirement.startswith("pytest")] == [], plugin
 
 
 # --- the pytest plugin that all tests run under -----------------------------------------------------------------------

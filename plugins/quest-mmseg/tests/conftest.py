@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ENVIRONMENT = Path(__file__).parents[1] / "environment"
+ENVIRONMENT = Path(__file__).parents[2] / "quest-mmengine" / "environment"
 try:
-    import quest_mmseg_environment  # there already where ./dev made the environment
+    import quest_mmengine_environment  # there already where ./dev made the environment
 except ModuleNotFoundError:
     sys.path.append(str(ENVIRONMENT))
-    import quest_mmseg_environment  # noqa: F401
+    import quest_mmengine_environment  # noqa: F401
 
 import pytest  # noqa: E402
 from mmengine.config import ConfigDict  # noqa: E402

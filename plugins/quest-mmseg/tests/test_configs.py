@@ -32,8 +32,7 @@ from devtools.configs import with_start
 from devtools.wrong import WRONG
 from quest_core.errors import QuestError, UnsupportedError
 from quest_core.projections import Projected
-from quest_mmseg.adapter import REFUSED
-from quest_mmseg.keys import TYPES
+from quest_mmseg.adapter import REFUSED, TYPES
 
 HERE = Path(__file__)
 MIM = Path(mmseg.__file__).parent / ".mim" / "configs"

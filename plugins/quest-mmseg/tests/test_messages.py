@@ -43,7 +43,7 @@ def test_a_torchvision_of_another_build(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_mmcv_without_its_operations(tmp_path: Path) -> None:
-    (tmp_path / "quest_mmseg_environment.py").touch()  # no shim, as in a user's environment
+    (tmp_path / "quest_mmengine_environment.py").touch()  # no shim, as in a user's environment
     said = doctor(tmp_path)
     if FORK:  # it does not import them
         assert ": ok with onedl-mmsegmentation" in said

@@ -32,8 +32,7 @@ from quest_core import Mechanism
 from quest_core.checkpoints import ENTRY
 from quest_core.errors import CheckpointError, ConfigError, InjectionError, InputError, UnsupportedError
 from quest_core.projections import Projected
-from quest_mmseg.adapter import REFUSED, MmsegAdapter
-from quest_mmseg.keys import MODELS_WITH_ATTENTION, check
+from quest_mmseg.adapter import REFUSED, TYPES, MmsegAdapter
 
 MIM = Path(mmseg.__file__).parent / ".mim"
 CONFIGS = Path(quest_mmseg.__file__).parent / "configs"
@@ -138,13 +137,15 @@ def test_attention_at_the_top_level_of_a_config_is_refused():
     standard, quest, stock = build(attention="standard"), build(attention="quest"), build()
     for model, has in ((standard, "attention 'standard'"), (stock, "mmseg's own attention")):
         with pytest.raises(ConfigError, match=f"top level .* the model has {has}; write model.attention='quest'"):
-            check(Config({"attention": "quest"}), model)
+            MmsegAdapter.check(Config({"attention": "quest"}), model)
     with pytest.raises(ConfigError, match="did you mean 'quest'"):
-        check(Config({"attention": "quset"}), quest)
+        MmsegAdapter.check(Config({"attention": "quset"}), quest)
     with pytest.raises(ConfigError, match="model.decode_head.attention is 'quest', and mmseg's MaskFormerHead"):
-        check(Config({"model": {"decode_head": {"type": "MaskFormerHead", "attention": "quest"}}}), stock)
-    check(Config({"attention": "quest"}), quest)  # a variable of the config file, which sets model.attention
-    check(Config({"model": {"type": "User", "attention": "cbam"}}), stock)
+        MmsegAdapter.check(Config({"model": {"decode_head": {"type": "MaskFormerHead", "attention": "quest"}}}), stock)
+    MmsegAdapter.check(
+        Config({"attention": "quest"}), quest
+    )  # a variable of the config file, which sets model.attention
+    MmsegAdapter.check(Config({"model": {"type": "User", "attention": "cbam"}}), stock)
     with pytest.raises(ConfigError, match="top level"):
         quest.cfg = Config({"attention": "standard"})  # as init_model does
     assert not hasattr(quest, "cfg")
@@ -449,7 +450,7 @@ def test_convolutional_models_have_nothing_to_replace():
 
 def test_every_file_with_attention_is_in_a_table():
     """A backbone or head of mmseg that speaks of attention is honoured or refused by name, or its gates are listed."""
-    names = {*MODELS_WITH_ATTENTION["backbones"], *MODELS_WITH_ATTENTION["heads"], *REFUSED}
+    names = {*TYPES, *REFUSED}
     elsewhere = {"ann_head", "isa_head", "ocr_head"}  # their blocks are refused under the name that they share
     gates = {"bisenetv1", "pidnet", "resnest", "resnet", "stdc", "ham_head"}  # no queries and keys: weights of channels
     for home in (backbones, decode_heads):
@@ -464,9 +465,8 @@ def test_every_file_with_attention_is_in_a_table():
 
 
 def test_each_class_is_registered():
-    for kind in ("segmentors", "backbones"):
-        for name in MODELS_WITH_ATTENTION[kind]:
-            assert MODELS.get(f"quest_mmseg.{name}").__mro__[2].__name__ == name
+    for name in TYPES:
+        assert MODELS.get(f"quest_mmseg.{name}").__mro__[2].__name__ == name
 
 
 def refused_classes() -> dict[str, type[nn.Module]]:

@@ -1,46 +1,34 @@
-"""MmsegAdapter: where mmseg's attention is, and how `attention=` reaches it.
-
-A config names classes of the scope ``quest_mmseg`` (see quest_mmseg.models), which build mmseg's own class and then
-inject: before wrapping, optimizer, EMA, `init_weights` and `load_from`, so all of these see the new parameters.
-"""
+"""MmsegAdapter: where mmseg's attention is."""
 
 from __future__ import annotations
 
-import copy
 import functools
-import inspect
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from mmengine.analysis import complexity_analysis
-from mmengine.analysis.jit_handles import get_shape
-from mmengine.logging import MMLogger
-from mmengine.runner import FlexibleRunner, Runner, checkpoint
-from mmseg.registry import MODELS
 from torch import nn
 
-from quest_core.checkpoints import ENTRY, CheckpointGuard, unexpected_entry
 from quest_core.config import AttentionConfig
 from quest_core.drafts import draft
-from quest_core.errors import UnsupportedError
-from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, Site, refusal
-from quest_core.hosts.inject import rehearse
+from quest_core.errors import InjectionError, UnsupportedError
+from quest_core.hosts.adapter import Capabilities, HostAttention, Site
+from quest_core.hosts.inject import Request
+from quest_core.hosts.plugins import running_adapters
+from quest_mmengine.adapter import MmengineAdapter
+from quest_mmengine.layers import Attention, MultiheadAttention
 
-from .keys import check, offered
 from .layers import (
-    Attention,
     BEiTAttention,
     EfficientMultiheadAttention,
     MAEAttention,
-    MultiheadAttention,
     PretrainAttention,
     WindowMSA,
     lay_out,
     placed,
 )
+from .registry import MODELS
 
 REPLACEMENTS: dict[str, Any] = {
     "mmcv.cnn.bricks.transformer.MultiheadAttention": MultiheadAttention,
@@ -66,22 +54,46 @@ REFUSED = {
 }
 """Modules of mmseg whose attention has no exchangeable queries, keys and values, or hides them."""
 
-FUSED = "aten::scaled_dot_product_attention"
+MASKED = re.compile(r"(^|\.)(text_encoder|rec_with_attnbias)\.")
+"""Paths of SAN's attention, with a mask for each query."""
 
-MASKED = re.compile(r"(^|\.)(text_encoder|rec_with_attnbias)\.|cross_attn$")
-"""Paths of attention with a mask for each query: SAN's, and decoders of Mask2Former."""
+TYPES = frozenset(
+    (
+        *("EncoderDecoder", "CascadeEncoderDecoder", "DepthEstimator", "MultimodalEncoderDecoder"),
+        *("VisionTransformer", "BEiT", "MAE", "MixVisionTransformer", "SwinTransformer", "PCPVT"),
+        *("SegmenterMaskTransformerHead", "KernelUpdateHead", "Mask2FormerHead", "MaskFormerHead"),
+        "SideAdapterCLIPHead",
+    )
+)
+"""Segmentors, backbones and heads of mmseg whose attention is replaced, each registered as quest_mmseg.<name>."""
 
 GRID = ("VisionTransformer", "SegmenterMaskTransformerHead")
 """Classes of mmseg that attend over a grid of patches and further tokens; see `connect`."""
 
 
-class MmsegAdapter(Adapter):
+class MmsegAdapter(MmengineAdapter):
     """Every attention of mmseg's models that attends over tokens with queries, keys and values."""
 
     name: ClassVar[str] = "mmseg"
+    package, types, models = "quest_mmseg", TYPES, MODELS
     capabilities: ClassVar[Capabilities] = Capabilities(narrows_keys=True)
     leaves_alone: ClassVar[frozenset[str]] = frozenset({"MultiScaleDeformableAttention"})
     replacements = REPLACEMENTS
+
+    def apply(self, request: Request, model: Any) -> None:
+        """Inject; a backbone of timm is replaced by quest-timm, if that is installed."""
+        timm = [adapter for adapter in running_adapters() if adapter.name == "timm"]
+        kinds = {type(part).__module__.partition(".")[0] for part in model.modules()}
+        trained = any(type(part).__name__ == "TIMMBackbone" and part._is_init for part in model.modules())
+        try:
+            request.apply(model, [self, *timm], fresh=not trained)
+        except InjectionError as error:
+            if timm or "timm" not in kinds:
+                raise
+            raise InjectionError(
+                f"{error}. The backbone is one of timm, whose attention quest-timm replaces: "
+                "pip install 'quest-timm[host]'"
+            ) from None
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield every attention module that can be replaced, in the order of registration, that of the forward pass.
@@ -130,9 +142,7 @@ class MmsegAdapter(Adapter):
                 return f"dims is {config.option('dims')}, and patches have 2 axes"
             if not site.capabilities.narrows_keys:
                 return f"'{config.family}' is not possible here: the tokens are not on a grid that the model reports"
-        kind: Any = self.replacement(site.module)
-        packed = kind.refuses(site.module, site.path, config) if issubclass(kind, HostAttention) else None
-        return packed or refusal(config, site.capabilities)
+        return super().refusal(site, config)
 
     def connect(self, model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
         """Set the grid of families that have one at each call, because crops and images differ in size."""
@@ -143,47 +153,6 @@ class MmsegAdapter(Adapter):
             _connect(drafts, host, host.patch_embed, _patches, trained, prefix=int(host.with_cls_token))
         for host in (host for host in hosts if _host_name(host, GRID[1:])):
             _connect(drafts, host, host, _head, trained, prefix=int(host.num_classes), last=int(host.num_classes))
-
-    def change_host(self) -> None:
-        """Have Runners check their config before they create a file, and write notices to mmengine's log.
-
-        mmengine's loader, which only logs keys that a model does not have, raises for those that name an attention, and
-        its FLOP counter counts the fused attention as it counts the two products of mmseg's own.
-        A plugin that a type's name imports comes too late for the check: write `custom_imports`, or use `quest run`.
-        `uninstall` leaves the types of the scope ``quest_mmseg`` in mmengine's registry.
-        """
-        for kind in (Runner, FlexibleRunner):
-            self.patches.around(kind, "__init__", _checked)
-        self.patches.around(checkpoint, "load_state_dict", _refuse_other_attention)
-        counted = complexity_analysis._DEFAULT_SUPPORTED_FLOP_OPS
-        self.patches.once(FUSED, lambda: counted.update({FUSED: _count_fused}), lambda: counted.pop(FUSED))
-        self.forward_notices(MMLogger.get_current_instance)
-
-
-def _checked(stock: Callable[..., Any], runner: Any, *arguments: Any, **options: Any) -> Any:
-    """Make a runner after checking its config and its model."""
-    given = inspect.signature(stock).bind(runner, *arguments, **options).arguments
-    model = given["model"]
-    check(given.get("cfg") or {}, model)
-    if isinstance(model, Mapping) and any(offered(model)):
-        rehearse(lambda: MODELS.build(copy.deepcopy(model)))
-    return stock(runner, *arguments, **options)
-
-
-def _refuse_other_attention(
-    stock: Callable[..., None], module: nn.Module, state_dict: Any, *rest: Any, **o: Any
-) -> None:
-    """Load a checkpoint, unless it names an attention and the model has mmseg's own."""
-    entries = {key: x for key, x in state_dict.items() if key.endswith(ENTRY)}
-    if entries and not any(isinstance(part, CheckpointGuard) for part in module.modules()):
-        raise unexpected_entry(*next(iter(entries.items())), "mmseg")
-    stock(module, state_dict, *rest, **o)
-
-
-def _count_fused(inputs: Any, outputs: Any) -> int:
-    """Return the multiplications of q·kᵀ and of the weights with v in a traced call of the fused attention."""
-    q, k, v = (get_shape(x) or [] for x in inputs[:3])
-    return math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
 
 
 def _connect(

@@ -1,6 +1,6 @@
-"""Lets mmsegmentation run on mmcv-lite and a recent PyTorch, in environments made for tests and demonstrations.
+"""Lets mmseg and mmdet run on mmcv-lite and a recent PyTorch, in environments made for tests and demonstrations.
 
-mmseg imports every op of mmcv at start, and mmcv-lite lacks the compiled module that they come from, `mmcv._ext`.
+They import every op of mmcv at start, and mmcv-lite lacks the compiled module that they come from, `mmcv._ext`.
 Segmenter and the other models of the tests call none of them. The .pth file in this folder imports it at start-up;
 a real build of mmcv wins, because the finder comes last.
 """

@@ -9,10 +9,7 @@ from mmengine.model import is_model_wrapper
 
 from quest_core import Watch
 
-from .registry import HOOKS
 
-
-@HOOKS.register_module()  # type: ignore[untyped-decorator]
 class WatchAttention(Hook):  # type: ignore[misc]
     """Measures the attention of a Runner's model at every n-th iteration, whether it is quest or the model's own.
 

@@ -1,0 +1,1 @@
+"""What the plugins for mmengine's hosts share. Importing it changes nothing."""

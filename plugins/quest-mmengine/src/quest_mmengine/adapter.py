@@ -1,0 +1,218 @@
+"""MmengineAdapter: how `attention=` reaches the models of a library on mmengine.
+
+>>> model = dict(type="quest_mmseg.EncoderDecoder", attention="quest", ...)
+
+A config names classes of the plugin's scope, which build the host's own class and then inject: before wrapping,
+optimizer, EMA, `init_weights` and `load_from`, so all of these see the new parameters. All other arguments and the
+names of the parameters are the host's. Any other `attention` in a config is an error.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar
+
+from mmengine.analysis import complexity_analysis
+from mmengine.analysis.jit_handles import get_shape
+from mmengine.logging import MMLogger
+from mmengine.registry import Registry
+from mmengine.runner import FlexibleRunner, Runner, checkpoint
+from torch import nn
+
+from quest_core.checkpoints import ENTRY, CheckpointGuard, unexpected_entry
+from quest_core.config import AttentionConfig
+from quest_core.errors import ConfigError
+from quest_core.hosts.adapter import Adapter, HostAttention, sections
+from quest_core.hosts.inject import KEYS, REPORT, Request, rehearse
+from quest_core.projections import init_norms
+
+FUSED = "aten::scaled_dot_product_attention"
+
+
+class MmengineAdapter(Adapter):
+    """Base of the adapters for libraries on mmengine, whose `name` is that of the library's package."""
+
+    package: ClassVar[str]
+    """The plugin's package, which is also the scope of its registry."""
+    types: ClassVar[frozenset[str]]
+    """Names of the host's classes that the plugin offers with `attention`, as "<package>.<name>"."""
+    models: ClassVar[Registry]
+    """The plugin's registry."""
+
+    def apply(self, request: Request, model: Any) -> None:
+        """Inject what a config asks for into a model that was just built."""
+        request.apply(model, self)
+
+    @classmethod
+    def accepting(cls, homes: Iterable[Any]) -> dict[str, type[Any]]:
+        """Register each of `types` that a module in `homes` has, with the further keys; return them by name."""
+        made = {}
+        for home in homes:
+            for name in sorted(name for name in cls.types if inspect.isclass(getattr(home, name, None))):
+                doc = f"{cls.name}'s {name}, which accepts attention."
+                body = {"__module__": f"{cls.package}.models", "__doc__": doc, "adapter": cls}
+                made[name] = type(name, (Accepts, getattr(home, name)), body)
+                cls.models.register_module(module=made[name])
+        return made
+
+    def change_host(self) -> None:
+        """Have Runners check their config before they create a file, and write notices to mmengine's log.
+
+        mmengine's loader, which only logs keys that a model does not have, raises for those that name an attention, and
+        its FLOP counter counts the fused attention as it counts the two products of a host's own.
+        A plugin that a type's name imports comes too late for the check: write `custom_imports`, or use `quest run`.
+        `uninstall` leaves the types of the plugin's scope in mmengine's registry.
+        """
+
+        def checked(stock: Callable[..., Any], runner: Any, *arguments: Any, **options: Any) -> Any:
+            """Make a runner after checking its config and its model."""
+            given = inspect.signature(stock).bind(runner, *arguments, **options).arguments
+            model = given["model"]
+            self.check(given.get("cfg") or {}, model)
+            if isinstance(model, Mapping) and any(self.offered(model)):
+                rehearse(lambda: self.models.build(copy.deepcopy(model)))
+            return stock(runner, *arguments, **options)
+
+        def loaded(stock: Callable[..., None], module: nn.Module, state_dict: Any, *rest: Any, **o: Any) -> None:
+            """Load a checkpoint, unless it names an attention and the model has the host's own."""
+            entries = {key: x for key, x in state_dict.items() if key.endswith(ENTRY)}
+            if entries and not any(isinstance(part, CheckpointGuard) for part in module.modules()):
+                raise unexpected_entry(*next(iter(entries.items())), self.name)
+            stock(module, state_dict, *rest, **o)
+
+        for kind in (Runner, FlexibleRunner):
+            self.patches.around(kind, "__init__", checked)
+        self.patches.around(checkpoint, "load_state_dict", loaded)
+        counted = complexity_analysis._DEFAULT_SUPPORTED_FLOP_OPS
+        self.patches.once(FUSED, lambda: counted.update({FUSED: _count_fused}), lambda: counted.pop(FUSED, None))
+        self.forward_notices(MMLogger.get_current_instance)
+
+    @classmethod
+    def offered(cls, config: Any, at: str = "") -> Iterator[tuple[str, Mapping[str, Any], str]]:
+        """Yield the path, the mapping and the class of every part of a model's config whose type is of this plugin.
+
+        Args:
+            at: path of `config`.
+
+        Raises:
+            ConfigError: a class of the host itself is given an attention. Some of them ignore unknown keys.
+        """
+        for path, part in sections(config, at):
+            kind = part.get("type") or ""
+            home, _, name = (kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__name__}").rpartition(".")
+            package = home.partition(".")[0]
+            if package == cls.package and name in cls.types:
+                yield path, part, name
+            elif package in ("", cls.name) and name in cls.types and part.get("attention") is not None:
+                raise ConfigError(
+                    f"{path}.attention is '{part['attention']}', and {cls.name}'s {name} does not read it; write "
+                    f"{path}.type='{cls.package}.{name}' too (--cfg-options {path}.type={cls.package}.{name})"
+                )
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any], kind: Any) -> Request | None:
+        """Return what the options of a class of this plugin ask for, or None if parts of it have their own attention.
+
+        Raises:
+            ConfigError: an attention is misspelt, missing, named twice, or named where it is not read.
+        """
+        name = f"{cls.package}.{kind.__name__}"
+        known = {key for base in kind.__mro__ for key in inspect.signature(base.__init__).parameters}
+        request = Request.read(options, name, options.keys() - known - {"type"})
+        inner = [(path, part.get("attention")) for path, part, _ in cls.offered(options) if path]
+        parts = [(path, AttentionConfig.parse(own)) for path, own in inner if own is not None]
+        if request is None and not parts:
+            raise ConfigError(
+                f"'{name}' has no attention; write dict(type='{name}', attention='quest', ...), or --cfg-options "
+                f"model.attention=quest; {cls.name}'s own attention is type='{kind.__name__}' or attention='standard'"
+            )
+        if request is not None and parts:
+            path, own = parts[0]
+            raise ConfigError(
+                f"attention is named twice: '{request.attention}' for {name} and '{own}' for its {path}; keep one"
+            )
+        return request
+
+    @classmethod
+    def check(cls, config: Any, model: Any) -> None:
+        """Raise ConfigError if a config asks for an attention wrongly, or for one that the model does not have.
+
+        A variable of a config file is a key at its top level, which mmengine does not read: ``attention`` there is
+        valid only if the model has that attention.
+
+        Args:
+            config: mmengine's Config of a run or of `init_model`.
+            model: a model, or its config.
+        """
+        given, built = config.get("attention"), set()
+        for part in (config.get("model"), model):
+            for _, options, name in cls.offered(part, "model"):
+                request = cls.read(options, cls.models.get(name))
+                built |= {str(request.attention)} if request else set()
+        if given is None:
+            return
+        wanted = AttentionConfig.parse(given)
+        if isinstance(model, nn.Module):
+            built = {getattr(module, REPORT).attention for module in model.modules() if hasattr(module, REPORT)}
+        if not any(wanted.means(attention) for attention in built):
+            has = f"attention '{', '.join(sorted(built))}'" if built else f"{cls.name}'s own attention"
+            raise ConfigError(
+                f"attention is '{wanted}' at the top level of the config, where nothing reads it; the model has {has}; "
+                f"write model.attention='{wanted}' (--cfg-options model.attention=...) with a type of {cls.package}"
+            )
+
+
+class Accepts:
+    """Builds the host's model, then replaces its attention. Every argument is checked before anything is built.
+
+    Args:
+        attention: the mechanism for every attention module: a name, a text such as ``"quest+gqa(kv_heads=1)"`` or a
+            mapping with `name` and options. None if parts of the model have their own.
+        attention_from: the attention of the checkpoints to load, if it is another on purpose.
+        allow_partial: go on if the model has other attention modules, which cannot be replaced.
+
+    Raises:
+        ConfigError: an attention is misspelt, missing, named twice, or named where it is not read.
+        InjectionError: attention modules would stay as they are, and `allow_partial` is False.
+    """
+
+    adapter: ClassVar[type[MmengineAdapter]]
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        request = self.adapter.read(options, type(self))
+        options = {key: value for key, value in options.items() if key not in KEYS}
+        super().__init__(*arguments, **options)
+        if request is not None:
+            self.adapter().apply(request, self)
+
+    def init_weights(self) -> None:
+        """Initialize as the host does, and then set the initial norms that the attention asks for.
+
+        Projections that the host has loaded (``init_cfg=dict(type="Pretrained")``) are not changed. DETR-like models
+        draw every parameter of their Transformer; those of a mechanism keep their values.
+        """
+        parts = [part for part in self.modules() if isinstance(part, HostAttention)]  # type: ignore[attr-defined]
+        kept = [[own.detach().clone() for own in part.mechanism.parameters()] for part in parts]
+        loaded: set[HostAttention] = set()
+        hooks = [part.register_load_state_dict_pre_hook(lambda part, *_: loaded.add(part)) for part in parts]
+        super().init_weights()  # type: ignore[misc]
+        for part, values, hook in zip(parts, kept, hooks, strict=True):
+            hook.remove()
+            if part not in loaded:
+                init_norms(part)
+                for own, value in zip(part.mechanism.parameters(), values, strict=True):
+                    own.data.copy_(value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "cfg":  # `init_model` and `init_detector` set the whole Config
+            self.adapter.check(value, self)
+        super().__setattr__(name, value)
+
+
+def _count_fused(inputs: Any, outputs: Any) -> int:
+    """Return the multiplications of q·kᵀ and of the weights with v in a traced call of the fused attention."""
+    q, k, v = (get_shape(x) or [] for x in inputs[:3])
+    return math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])  # type: ignore[no-any-return]
