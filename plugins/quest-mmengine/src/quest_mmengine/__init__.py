@@ -1,1 +1,1 @@
-"""What the plugins for mmengine's hosts share. Importing it changes nothing."""
+"""Shared by the plugins for libraries on mmengine. Importing it changes nothing."""

@@ -21,8 +21,11 @@ LABELS = {"wall": 1, "sky": 3, "floor": 4, "grass": 10, "box": 42, "ball": 120, 
 OBJECTS = ("box", "ball", "tent", "pole")
 
 
-def scene(size: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Return one image [size, size, 3], BGR, and its labels [size, size], both uint8."""
+def scene(size: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray, list[tuple[str, np.ndarray]]]:
+    """Return one image [size, size, 3], BGR, its labels [size, size], both uint8, and the objects, front ones last.
+
+    An object is its name and its outline, boolean [size, size], of which those in front may hide a part.
+    """
     horizon = int(size * generator.uniform(0.35, 0.65))
     indoors = generator.random() < 0.5
     image: np.ndarray = np.empty((size, size, 3), dtype=np.float32)
@@ -31,15 +34,17 @@ def scene(size: int, generator: np.random.Generator) -> tuple[np.ndarray, np.nda
         name = name or ("floor" if indoors else "grass")
         image[part] = _ground(name, size, generator)[part]
         labels[part] = LABELS[name]
+    objects = []
     for _ in range(generator.integers(2, 6)):
         name = OBJECTS[generator.integers(len(OBJECTS))]
         inside = _outline(name, size, generator)
         paint = generator.uniform(20, 235, 3) + _stripes(size, generator)[..., None]
         image[inside] = paint[inside]
         labels[inside] = LABELS[name]
+        objects.append((name, inside))
     light = generator.uniform(0.7, 1.2) * np.linspace(1, generator.uniform(0.7, 1.3), size)[None, :, None]
     image = image * light + generator.normal(0, 4, image.shape)
-    return image.clip(0, 255).astype(np.uint8), labels
+    return image.clip(0, 255).astype(np.uint8), labels, objects
 
 
 def _ground(name: str, size: int, generator: np.random.Generator) -> np.ndarray:
@@ -97,7 +102,7 @@ def write(folder: Path, *, train: int, validation: int, size: int = 64, seed: in
             earlier.unlink()
         for index in range(count):
             name = f"scene_{split[:5]}_{index:06d}"
-            image, labels = scene(size, np.random.default_rng([seed, number, index]))
+            image, labels, _ = scene(size, np.random.default_rng([seed, number, index]))
             cv2.imwrite(str(images / f"{name}.jpg"), image, [cv2.IMWRITE_JPEG_QUALITY, 95])
             cv2.imwrite(str(annotations / f"{name}.png"), labels)
 

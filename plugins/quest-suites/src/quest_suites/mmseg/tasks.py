@@ -6,21 +6,18 @@ with the options of the suite applied.
 
 from __future__ import annotations
 
-import math
 import statistics
-import uuid
 from pathlib import Path
 from typing import Any
 
-import torch
 from mmengine.config import Config
-from mmengine.hooks import Hook
 from mmengine.runner import Runner, TestLoop
 
 import quest_mmseg
 from quest_core.errors import ConfigError
 from quest_core.hosts.inject import REPORT
 from quest_suites.contract import Cell, Progress, Result
+from quest_suites.mmengine import losses, train
 
 from . import scenes
 from .corruptions import CORRUPTIONS, corrupted, severities
@@ -103,51 +100,6 @@ def train_ade20k(cell: Cell, progress: Progress) -> Runner:
     return train(config, cell, iterations, progress)
 
 
-def build(config: Config, cell: Cell, iterations: int) -> Runner:
-    """Return the Runner of one cell, which continues from the cell's last checkpoint, if one exists."""
-    config.model.type = "quest_mmseg.EncoderDecoder"
-    config.model.attention = cell.attention
-    config.train_cfg.max_iters = iterations
-    config.train_cfg.val_interval = iterations + 1  # evaluated once, below
-    config.default_hooks.checkpoint = {
-        "type": "CheckpointHook", "by_epoch": False, "interval": max(1, iterations // 10), "max_keep_ckpts": 1
-    }  # fmt: skip
-    config.randomness = {"seed": cell.seed}
-    config.work_dir = str(cell.workdir)
-    config.resume = True
-    config.experiment_name = f"{cell.workdir.name}-{uuid.uuid4().hex}"  # mmengine requires a unique name per runner
-    config.visualizer.name = config.experiment_name
-    config.log_level = "WARNING"
-    if not torch.cuda.is_available():
-        config.env_cfg.dist_cfg.backend = "gloo"
-    return Runner.from_cfg(config)
-
-
-def train(config: Config, cell: Cell, iterations: int, progress: Progress) -> Runner:
-    """Train with mmengine's Runner and return it, with its model in evaluation mode."""
-    runner = build(config, cell, iterations)
-    runner.register_hook(_Watch(iterations, progress))
-    runner.train()
-    runner.model.eval()
-    return runner
-
-
-class _Watch(Hook):
-    """Reports progress. mmengine's message hub keeps the losses, also those of a resumed run."""
-
-    def __init__(self, iterations: int, progress: Progress) -> None:
-        self.iterations, self.progress = iterations, progress
-
-    def after_train_iter(
-        self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
-    ) -> None:
-        loss = float((outputs or {})["loss"].detach())
-        if not math.isfinite(loss):
-            raise FloatingPointError(f"the loss of iteration {runner.iter + 1} is {loss}")
-        done = runner.iter + 1
-        self.progress(done / self.iterations, f"iteration {done} loss {loss:.3f}")
-
-
 def evaluate(runner: Runner, cell: Cell, progress: Progress, *, with_corruptions: bool) -> Result:
     """Evaluate clean and optionally corrupted validation images with mmengine's test loop and mmseg's metric."""
     names = (SMOKE_CORRUPTIONS if cell.smoke else CORRUPTIONS) if with_corruptions else ()
@@ -175,18 +127,10 @@ def evaluate(runner: Runner, cell: Cell, progress: Progress, *, with_corruptions
         metrics.update({f"mIoU corrupted/{name}": value for name, value in means.items()})
     return Result(
         metrics=metrics,
-        series={"loss": _losses(runner)},
+        series={"loss": losses(runner)},
         details={
             "injected": str(getattr(runner.model, REPORT)),
             "parameters": sum(p.numel() for p in runner.model.parameters()),
             "mIoU by severity": by_severity,
         },
     )
-
-
-def _losses(runner: Runner, points: int = 200) -> list[float]:
-    """Return the training loss as about `points` means over equal stretches."""
-    history: Any = runner.message_hub.get_scalar("train/loss")
-    losses = [float(value) for value in history.data[0]]
-    step = max(1, len(losses) // points)
-    return [statistics.fmean(losses[i : i + step]) for i in range(0, len(losses), step)]

@@ -1,0 +1,38 @@
+"""MmdetAdapter: where mmdet's attention is."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, ClassVar
+
+from mmdet.models import detectors
+from torch import nn
+
+from quest_core.hosts.adapter import Capabilities
+from quest_mmengine.adapter import MmengineAdapter
+from quest_mmengine.layers import MultiheadAttention
+
+from .layers import ConditionalAttention, SpatialReductionAttention, WindowMSA
+from .registry import MODELS
+
+REPLACEMENTS: dict[str, Any] = {
+    "mmcv.cnn.bricks.transformer.MultiheadAttention": MultiheadAttention,
+    "mmdet.models.layers.transformer.utils.ConditionalAttention": ConditionalAttention,
+    "mmdet.models.backbones.pvt.SpatialReductionAttention": SpatialReductionAttention,
+    "mmdet.models.backbones.swin.WindowMSA": WindowMSA,
+}
+"""Host class -> what replaces it."""
+
+DETECTORS = {name for name, kind in vars(detectors).items() if inspect.isclass(kind) and issubclass(kind, nn.Module)}
+TYPES = frozenset({*DETECTORS, "SwinTransformer", "PyramidVisionTransformer", "PyramidVisionTransformerV2"})
+"""mmdet's detectors and its backbones with attention, each registered as quest_mmdet.<name>."""
+
+
+class MmdetAdapter(MmengineAdapter):
+    """Every attention of mmdet's models that attends over tokens with queries, keys and values."""
+
+    name: ClassVar[str] = "mmdet"
+    package, types, models = "quest_mmdet", TYPES, MODELS
+    capabilities: ClassVar[Capabilities] = Capabilities(ordered=False)
+    leaves_alone: ClassVar[frozenset[str]] = frozenset({"MultiScaleDeformableAttention"})
+    replacements = REPLACEMENTS

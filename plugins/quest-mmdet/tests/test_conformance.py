@@ -1,0 +1,112 @@
+"""The conformance suite for each kind of attention in mmdet."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from conftest import DAB, DETR, SIDE, samples, small
+from mmdet.registry import MODELS
+from torch import Tensor, nn
+
+from quest_core.hosts.adapter import Adapter
+from quest_core.testing import AdapterConformance
+from quest_mmdet.adapter import MmdetAdapter
+
+
+class Detector(nn.Module):
+    """A detector as a function of images."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.model = MODELS.build(config)
+        self.model.positional_encoding.register_forward_hook(self.in_type)
+
+    def in_type(self, module: nn.Module, inputs: Any, made: Tensor) -> Tensor:
+        """mmdet's positions are float32 in a model of any type."""
+        return made.to(next(self.model.parameters()).dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.model(x, samples(len(x)), mode="tensor")
+        return torch.cat([one.flatten(1) for one in made if isinstance(one, Tensor)], dim=1)
+
+
+class OfDetector(AdapterConformance):
+    adapter: ClassVar[Adapter] = MmdetAdapter()
+    compiles = False  # mmdet reads the sizes of images from the samples
+
+    def make_inputs(self) -> tuple[Any, ...]:
+        return (torch.randn(2, 3, SIDE, SIDE),)
+
+
+class TestDetr(OfDetector):
+    """mmcv's attention in encoder and decoder."""
+
+    sites = 6
+    refused = ("linear", "aft-full", "aft-conv")
+
+    def make_model(self) -> nn.Module:
+        return Detector(small(DETR))
+
+
+class TestDabDetr(OfDetector):
+    """Queries and keys of contents and positions, in cross-attention side by side."""
+
+    sites = 6
+    refused = ("gqa(kv_heads=2)", "quest(init=5)", "aft-simple")
+    calibrates = False
+    test_a_host_checkpoint_loads_into_fewer_key_heads = None
+
+    def make_model(self) -> nn.Module:
+        config = small(DAB)
+        for part in (config.decoder.layer_cfg.self_attn_cfg, config.decoder.layer_cfg.cross_attn_cfg):
+            part.attn_drop = 0.1
+        return Detector(config)
+
+
+class Whole(nn.Module):
+    """Swin's `train` returns None, so it is not called with `model.eval()(x)`."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([out.flatten(1) for out in self.backbone(x)], dim=1)
+
+
+class Backbone(AdapterConformance):
+    adapter: ClassVar[Adapter] = MmdetAdapter()
+    compiles = False  # the classes are those of quest-mmseg's tests
+    config: ClassVar[dict[str, Any]]
+
+    def make_model(self) -> nn.Module:
+        model = MODELS.build(dict(self.config))
+        for name, parameter in model.named_parameters():
+            if name.endswith(("relative_position_bias_table", "pos_embed")):
+                nn.init.normal_(parameter)  # zeros would hide a mistake
+        return Whole(model)
+
+    def make_inputs(self) -> tuple[Any, ...]:
+        return (torch.randn(2, 3, 32, 32),)
+
+
+class TestSwin(Backbone):
+    sites = 4
+    refused = ("linear",)
+    config: ClassVar[dict[str, Any]] = {
+        "type": "SwinTransformer", "embed_dims": 16, "patch_size": 2, "window_size": 4, "depths": (2, 2),
+        "num_heads": (4, 4), "strides": (2, 2), "out_indices": (0, 1), "attn_drop_rate": 0.1,
+    }  # fmt: skip
+
+
+class TestPvt(Backbone):
+    """Keys from a reduced image in the first stage, from the image itself in the second."""
+
+    sites = 2
+    refused = ("linear", "aft-conv")
+    config: ClassVar[dict[str, Any]] = {
+        "type": "PyramidVisionTransformer", "pretrain_img_size": 32, "embed_dims": 16, "num_stages": 2,
+        "num_layers": (1, 1), "num_heads": (2, 4), "patch_sizes": (4, 2), "strides": (4, 2), "paddings": (0, 0),
+        "sr_ratios": (2, 1), "mlp_ratios": (2, 2), "out_indices": (0, 1), "attn_drop_rate": 0.1,
+    }  # fmt: skip

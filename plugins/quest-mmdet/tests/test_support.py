@@ -1,0 +1,23 @@
+"""What mmdetection's DETR takes: see devtools.support."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from conftest import DETR, SIDE, samples, small, without_dropout
+from mmdet.registry import MODELS
+
+from devtools.support import check
+
+
+def train(attention: str) -> None:
+    config = small(DETR, type="quest_mmdet.DETR", attention=attention)
+    found = MODELS.build(without_dropout(config)).loss(torch.randn(2, 3, SIDE, SIDE), samples())
+    loss = sum(value for key, value in found.items() if "loss" in key)
+    loss.backward()
+    assert loss.isfinite()
+
+
+def test_the_table_of_support() -> None:
+    check(Path(__file__).with_name("support.json"), "mmdetection", train, {})

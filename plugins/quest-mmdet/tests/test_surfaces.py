@@ -1,0 +1,196 @@
+"""What a user of mmdet writes and gets: configs, the Runner, mAP, checkpoints, refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import DAB, DETR, LAPTOP, MIM, SIDE, samples, small, without_dropout
+from mmdet.apis import init_detector
+from mmdet.registry import MODELS
+from mmengine.config import Config
+from mmengine.runner import Runner
+
+import quest_core
+from quest_core.errors import CheckpointError, ConfigError, InjectionError, UnsupportedError
+from quest_mmdet.adapter import TYPES, MmdetAdapter
+from quest_suites.mmdet import objects
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("objects")
+    objects.write(folder, train=8, validation=4)
+    return folder
+
+
+def config(data: Path, work: Path, **model: Any) -> Config:
+    made = Config.fromfile(LAPTOP)
+    made.model.update(model)
+    for loader in (made.train_dataloader, made.val_dataloader, made.test_dataloader):
+        loader.update(batch_size=4, num_workers=0, persistent_workers=False)
+        loader.dataset.data_root = str(data)
+    made.val_evaluator.ann_file = made.test_evaluator.ann_file = str(data / "validation.json")
+    made.train_cfg.update(max_iters=2, val_interval=2)
+    made.default_hooks.checkpoint.interval = 2
+    made.update(work_dir=str(work), log_level="WARNING", experiment_name=work.name, randomness={"seed": 0})
+    return made
+
+
+# --- what is replaced -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "count", "left"),
+    [
+        ("detr/detr_r50_8xb2-150e_coco.py", 18, 0),
+        ("conditional_detr/conditional-detr_r50_8xb2-50e_coco.py", 18, 0),
+        ("dab_detr/dab-detr_r50_8xb2-50e_coco.py", 18, 0),
+        ("deformable_detr/deformable-detr_r50_16xb2-50e_coco.py", 6, 12),
+        ("dino/dino-4scale_r50_8xb2-12e_coco.py", 6, 12),
+        ("ddq/ddq-detr-4scale_r50_8xb2-12e_coco.py", 6, 12),
+        ("mask2former/mask2former_r50_8xb2-lsj-50e_coco.py", 18, 6),
+        ("maskformer/maskformer_r50_ms-16xb1-75e_coco.py", 18, 0),
+        ("swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py", 12, 0),
+        ("pvt/retinanet_pvt-t_fpn_1x_coco.py", 8, 0),
+        ("pvt/retinanet_pvtv2-b0_fpn_1x_coco.py", 8, 0),
+    ],
+)
+def test_configs_of_mmdet(path: str, count: int, left: int) -> None:
+    model = Config.fromfile(MIM / path).model
+    model.update(type=f"quest_mmdet.{model.type}", attention="quest")
+    report = MODELS.build(model).attention_report
+    assert (len(report.replacements), len(report.left_alone)) == (count, left)
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("retinanet/retinanet_r50_fpn_1x_coco.py", "RetinaNet has no attention"),
+        ("empirical_attention/faster-rcnn_r50-attn0010-dcn_fpn_1x_coco.py", "FasterRCNN has no attention"),
+    ],
+)
+def test_models_without_attention_of_tokens(path: str, said: str) -> None:
+    model = Config.fromfile(MIM / path).model
+    model.update(type=f"quest_mmdet.{model.type}", attention="quest")
+    with pytest.raises(InjectionError, match=said):
+        MODELS.build(model)
+
+
+def test_each_class_is_registered() -> None:
+    for name in TYPES:
+        assert MODELS.get(f"quest_mmdet.{name}").__mro__[2].__name__ == name
+
+
+def test_a_backbone_has_an_attention_of_its_own() -> None:
+    swin = Config.fromfile(MIM / "swin" / "mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py").model
+    swin.backbone.update(type="quest_mmdet.SwinTransformer", attention="qknorm-hs")
+    assert MODELS.build(swin).backbone.attention_report.attention == "qknorm-hs"
+
+
+# --- wrong configs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"attention": "quset"}, ConfigError, "quset"),
+        ({"attentoin": "quest", "attention": "quest"}, ConfigError, "did you mean 'attention'"),
+        ({"attention": "quest", "kv_heads": 2}, ConfigError, "has no option 'kv_heads'"),
+        ({"type": "DeformableDETR"}, ConfigError, re.escape("write model.type='quest_mmdet.DeformableDETR' too")),
+        ({"attention": None}, ConfigError, "has no attention"),
+        ({"attention": "aft-full"}, UnsupportedError, "aft-full"),
+    ],
+)
+def test_a_wrong_config_is_an_error_before_the_work_folder_is_made(
+    options: dict[str, Any], error: type[Exception], said: str, data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=said):
+        Runner.from_cfg(config(data, tmp_path / "work", **options))
+    assert not (tmp_path / "work").exists()
+
+
+def test_queries_of_several_projections_have_no_start() -> None:
+    with pytest.raises(UnsupportedError, match="queries are made of several projections; leave init out"):
+        MODELS.build(small(DAB, type="quest_mmdet.DABDETR", attention="quest(init=12)"))
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_runner_trains_evaluates_logs_and_continues(data: Path, tmp_path: Path) -> None:
+    made = config(data, tmp_path / "work")
+    made.custom_hooks = [{"type": "quest_mmdet.WatchAttention", "every": 1}]
+    made.default_hooks.logger.interval = 1
+    runner = Runner.from_cfg(made)
+    runner.train()
+    assert str(runner.model.attention_report).startswith("attention=quest in 2 modules (MultiheadAttention; ")
+    log = next((tmp_path / "work").glob("*/vis_data/scalars.json")).read_text().splitlines()
+    values: dict[str, float] = {}
+    for line in log:
+        values |= json.loads(line)
+    assert 0 <= values["coco/bbox_mAP"] <= 1
+    layers = [values[key] for key in values if key.startswith("attention/") and key.endswith("/max_logit/max")]
+    assert values["attention/max_logit"] == pytest.approx(max(layers))
+
+    saved = tmp_path / "work" / "iter_2.pth"
+    again = config(data, tmp_path / "again", attention="quest")
+    again.load_from = str(saved)
+    tester = Runner.from_cfg(again)
+    tester.test()
+    torch.testing.assert_close(tester.model.state_dict(), runner.model.state_dict())
+    for options in ({"attention": "qknorm-hs"}, {"type": "DeformableDETR"}):
+        other = config(data, tmp_path / "other", **options)
+        if "type" in options:
+            del other.model.attention
+        other.load_from = str(saved)
+        with pytest.raises(CheckpointError, match="quest"):
+            Runner.from_cfg(other).test()
+
+
+def test_the_training_loss_of_standard_is_mmdets() -> None:
+    losses = []
+    for options in ({}, {"type": "quest_mmdet.DABDETR", "attention": "standard"}):
+        torch.manual_seed(0)
+        built = MODELS.build(small(DAB, **options))
+        built.init_weights()
+        x = torch.randn(2, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(1))
+        loss = sum(value for key, value in built.loss(x, samples()).items() if "loss" in key)
+        loss.backward()
+        losses.append([loss.detach(), built.decoder.layers[0].cross_attn.kpos_proj.weight.grad])
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["qknorm", "elliptical-quest"])
+def test_init_weights_of_detr_leaves_a_mechanism_its_start(attention: str) -> None:
+    """DETR draws every parameter of its Transformer that has two axes."""
+    model = MODELS.build(without_dropout(small(DETR, type="quest_mmdet.DETR", attention=attention)))
+    parts = [part for part in model.modules() if isinstance(part, quest_core.Mechanism)]
+    before = [[own.detach().clone() for own in part.parameters()] for part in parts]
+    model.init_weights()
+    torch.testing.assert_close([[own.detach() for own in part.parameters()] for part in parts], before)
+
+
+def test_init_detector_refuses_a_key_that_nothing_reads(data: Path, tmp_path: Path) -> None:
+    made = config(data, tmp_path)
+    made.attention = "qknorm-hs"
+    with pytest.raises(ConfigError, match="at the top level of the config, where nothing reads it"):
+        init_detector(made, device="cpu")
+
+
+def test_padding_of_a_batch_changes_no_image() -> None:
+    """mmdet pads images to the largest of a batch, and hides the padding by masks."""
+    model = MODELS.build(small(DETR, type="quest_mmdet.DETR", attention="quest")).eval()
+    model.init_weights()
+    both = samples()
+    both[1].set_metainfo({"img_shape": (32, 48)})
+    x = torch.randn(2, 3, SIDE, SIDE)
+    other = x.clone()
+    other[1, :, 32:] = torch.randn(3, SIDE - 32, SIDE)
+    masked = [model.forward_transformer(model.extract_feat(images), both)["hidden_states"] for images in (x, other)]
+    assert torch.equal(masked[0][:, 0], masked[1][:, 0])
+    assert isinstance(MmdetAdapter.models.get("quest_mmdet.DETR"), type)

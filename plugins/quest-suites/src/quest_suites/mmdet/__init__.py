@@ -1,0 +1,1 @@
+"""Evaluation: benchmark tasks and generated images with objects."""

@@ -1,0 +1,70 @@
+"""Cells that mmengine's own Runner trains: of quest_suites.mmseg and quest_suites.mmdet."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import uuid
+from typing import Any
+
+import torch
+from mmengine.config import Config
+from mmengine.hooks import Hook
+from mmengine.runner import Runner
+
+from quest_suites.contract import Cell, Progress
+
+
+def train(config: Config, cell: Cell, iterations: int, progress: Progress) -> Runner:
+    """Train with mmengine's Runner and return it, with its model in evaluation mode.
+
+    It continues from the cell's last checkpoint, if one exists.
+
+    Args:
+        config: of a model that accepts `attention`, with an IterBasedTrainLoop.
+        cell: its workdir gets the Runner's files.
+        progress: called at each iteration.
+    """
+    config.model.attention = cell.attention
+    config.train_cfg.max_iters = iterations
+    config.train_cfg.val_interval = iterations + 1  # suites evaluate once, at the end
+    config.default_hooks.checkpoint = {
+        "type": "CheckpointHook", "by_epoch": False, "interval": max(1, iterations // 10), "max_keep_ckpts": 1
+    }  # fmt: skip
+    config.randomness = {"seed": cell.seed}
+    config.work_dir = str(cell.workdir)
+    config.resume = True
+    config.experiment_name = f"{cell.workdir.name}-{uuid.uuid4().hex}"  # mmengine requires a unique name per runner
+    config.visualizer.name = config.experiment_name
+    config.log_level = "WARNING"
+    if not torch.cuda.is_available():
+        config.env_cfg.dist_cfg.backend = "gloo"
+    runner = Runner.from_cfg(config)
+    runner.register_hook(_Watch(iterations, progress))
+    runner.train()
+    runner.model.eval()
+    return runner
+
+
+class _Watch(Hook):
+    """Reports progress. mmengine's message hub keeps the losses, also those of a resumed run."""
+
+    def __init__(self, iterations: int, progress: Progress) -> None:
+        self.iterations, self.progress = iterations, progress
+
+    def after_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
+    ) -> None:
+        loss = float((outputs or {})["loss"].detach())
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss of iteration {runner.iter + 1} is {loss}")
+        done = runner.iter + 1
+        self.progress(done / self.iterations, f"iteration {done} loss {loss:.3f}")
+
+
+def losses(runner: Runner, points: int = 200) -> list[float]:
+    """Return the training loss as about `points` means over equal stretches."""
+    history: Any = runner.message_hub.get_scalar("train/loss")
+    values = [float(value) for value in history.data[0]]
+    step = max(1, len(values) // points)
+    return [statistics.fmean(values[i : i + step]) for i in range(0, len(values), step)]
