@@ -14,7 +14,7 @@ from torch import nn
 
 import quest_core
 from quest_core.cli import main
-from quest_core.tools.script import Script
+from quest_core.tools.script import Script, is_first
 from quest_core.tools.watch import remarks, summary
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -179,6 +179,12 @@ def test_a_script_is_measured_and_computes_what_it_did(tmp_path, capsys):
     assert [line["step"] for line in lines] == [1, 5, 10]
     assert {*lines[0]["layers"]} == {"body.layers.0.self_attn", "body.layers.1.self_attn"}
     assert "<svg" in (tmp_path / "seen" / "watch.html").read_text()
+
+
+def test_one_rank_of_torchrun_writes_also_without_a_group(monkeypatch):
+    assert is_first()
+    monkeypatch.setenv("RANK", "1")
+    assert not is_first()
 
 
 def test_a_script_without_attention_runs_as_it_is(tmp_path, capsys):

@@ -174,10 +174,9 @@ def in_short(layers: dict[str, Any]) -> str:
 
 def is_first() -> bool:
     """Return whether this process writes and prints: rank 0, or the only one."""
-    return (
-        not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        or not torch.distributed.get_rank()
-    )
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return not torch.distributed.get_rank()
+    return os.environ.get("RANK", "0") == "0"  # torchrun's, also after the group was destroyed
 
 
 def say(text: str, command: str = "watch") -> None:
