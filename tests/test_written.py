@@ -367,6 +367,7 @@ WRONG: dict[str, tuple[str, Spelling]] = {
     "two softmaxes": ("two softmaxes share one product", two_softmaxes),
     "gumbel": ("gumbel_softmax", lambda m, q, k, v: F.gumbel_softmax(q @ k.mT * D**-0.5, dim=-1) @ v),
     "exponentials by hand": ("exp", exponentials),
+    "exp of a difference": ("exp", lambda m, q, k, v: ((x := q @ k.mT) - x.logsumexp(-1, keepdim=True)).exp() @ v),
     "exp of log_softmax": ("log_softmax", lambda m, q, k, v: (q @ k.mT * D**-0.5).log_softmax(-1).exp() @ v),
     "memory": ("keys are parameters", lambda m, q, k, v: (q @ m.memory.mT).softmax(-1) @ v),
     "slots": ("slot attention", slots),

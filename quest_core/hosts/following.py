@@ -272,8 +272,8 @@ class Following(TorchFunctionMode):
         if name in ("max", "maximum", "clamp", "clamp_min", "clamp_max", "minimum") and _is_far(args, kwargs):
             name = "identity"
         if name in ("sub", "add", "rsub") and len(known) > 1:
-            # The largest logit of a row, subtracted from all of them, changes no softmax.
-            flows = list(known[0][1]) + [f for f in known[1][1] if f.odd not in ("max", "amax")]
+            # The largest logit of a row, or the sum of all, subtracted from each of them, changes no softmax.
+            flows = list(known[0][1]) + [f for f in known[1][1] if f.odd not in ("max", "amax", "logsumexp")]
             sign = -1.0 if name == "sub" else 1.0
             flows[len(known[0][1]) :] = [f._replace(factor=f.factor * sign) for f in flows[len(known[0][1]) :]]
         if name in MOVES or name == "setitem":
