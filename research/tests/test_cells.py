@@ -24,6 +24,7 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "explain/fashion-mnist": {"train": 100, "validation": 50, "test": 50, "epochs": 2, "layers": 1},
     "aft/causal": {"images": 40, "epochs": 2, "layers": 1, "rounds": 1},
+    "widths/text": {"steps": 6, "layers": 1, "width": 16, "rates": 2},
 }  # fmt: skip
 
 
@@ -37,6 +38,7 @@ SMALL: dict[str, dict[str, Any]] = {
         ("gqa/fashion-mnist", "half", "pgqa", 0.5),
         ("explain/fashion-mnist", "canvas", "quest", 0.5),
         ("aft/causal", "image=7", "aft-simple", 0.5),
+        ("widths/text", "D=4", "quest", 0.5),
     ],
 )
 def test_a_stopped_cell_continues(
@@ -55,6 +57,7 @@ def test_a_stopped_cell_continues(
         ("gqa/fashion-mnist", "half", "gqa", {"pretrain_rate": 1e30}, "accuracy"),
         ("explain/fashion-mnist", "canvas", "standard", {"rate": 1e30}, "AG-CAM IoU"),
         ("aft/causal", "image=14", "standard", {"rate": 1e30}, "bits"),
+        ("widths/text", "D=16", "standard", {"lowest": 1e30}, "bits"),
     ],
 )
 def test_a_run_without_a_finite_loss_is_not_scored(
@@ -72,6 +75,7 @@ def test_a_run_without_a_finite_loss_is_not_scored(
         ("explain/fashion-mnist", "canvas", "linear", {}, "'linear' has no weights to explain"),
         ("explain/fashion-mnist", "canvas", "quest", {"size": 40}, "size is 40; it is at least 28 and a multiple of"),
         ("aft/causal", "image=5", "quest", {}, "choose a divisor of 28"),
+        ("widths/text", "D=8", "quest", {"width": 60}, "width is 60, which heads of 8 features do not divide"),
         ("aft/causal", "text=64", "aft-local(max_length=32)", {}, "64 tokens are more than max_length=32"),
     ],
 )

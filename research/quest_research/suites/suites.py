@@ -127,6 +127,16 @@ AFT_OPTIONS = [
     whole("rounds", 10, "how often a training step is timed"),
 ]
 
+WIDTHS_OPTIONS = [
+    whole("steps", 1500, "training steps"),
+    whole("batch", 8, "pieces of 64 characters in a mini-batch"),
+    whole("width", 64, "features of a token; every width of a head divides it"),
+    whole("layers", 2, "Transformer blocks"),
+    whole("rates", 2, "learning rates, half a decade apart; validation chooses one"),
+    number("lowest", 0.003, "lowest learning rate"),
+    number("weight_decay", 0.01, "of AdamW, on every parameter"),
+]
+
 SUITES: dict[str, dict[str, Any]] = {
     "toy/spurious": {
         "summary": "key-value retrieval with a spurious shortcut: how often training finds the true rule",
@@ -186,6 +196,18 @@ SUITES: dict[str, dict[str, Any]] = {
         "data": IMAGE_DATA,
         "data_files": IMAGE_FILES,
         "plots": "quest_research.suites.stability:plots",
+    },
+    "widths/text": {
+        "summary": "bits per character of a small language model, by the width of its heads",
+        "tasks": [f"D={width}" for width in (4, 8, 16, 32, 64)],
+        "metric": "bits",
+        "unit": "bits",
+        "higher_is_better": False,
+        "also": [{"metric": "entropy", "unit": "nats"}, {"metric": "max_logit"}, {"metric": "query_norm"}],
+        "selection": "validation",
+        "options": WIDTHS_OPTIONS,
+        "data": "a folder with input.txt, such as tiny Shakespeare; Python's documentation topics by default",
+        "data_files": ["input.txt"],
     },
     "robustness/images": {
         "summary": "a small Vision Transformer in fog, under corruptions and attacks, and with a spurious patch",

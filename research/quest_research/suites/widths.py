@@ -1,0 +1,98 @@
+"""Suite widths/text: how the width of a head decides what an attention is worth, on a small model of characters.
+
+A task "D=16" gives the heads 16 features each; the width of the model stays, so that every task has the same parameters
+and the same products. A cell trains one attention at each of several learning rates, half a decade apart, and reports
+the one that is best in validation. All attentions see the same pieces of the text in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from quest_core.errors import ConfigError
+from quest_suites.contract import Cell, Progress, Result, observe, part
+
+from .aft import bits, loss, pieces
+from .calibration import corpus
+from .images import Split
+from .stability import CONTEXT, LanguageModel
+from .training import DivergedError, fit
+
+
+def run(cell: Cell, progress: Progress) -> Result:
+    """Train one attention with heads of one width and one seed.
+
+    Args:
+        cell: `task` is "D=" and the features of a head; `data` a folder with input.txt, of which the last tenth is held
+            out, or None for Python's documentation topics.
+        progress: called after each learning rate.
+
+    Returns:
+        Metrics ``bits`` per character of the test, at the rate that is best in validation, ``bits/lr=R`` at each rate,
+        and at the best rate ``entropy`` of the weights (nats), ``max_logit``, ``query_norm`` and ``key_norm``.
+
+    Raises:
+        ConfigError: the width of a head does not divide that of the model, or the text is missing.
+    """
+    options = dict(cell.options)
+    if cell.smoke:
+        options |= {"steps": 4, "layers": 1, "rates": 2}
+    head = int(cell.task.removeprefix("D="))
+    if options["width"] % head:
+        raise ConfigError(f"option width is {options['width']}, which heads of {head} features do not divide")
+    options |= {"heads": options["width"] // head}
+    train, validation, test, vocabulary = texts(cell, options)
+    metrics: dict[str, float] = {"bits": math.nan}
+    best = math.inf
+    for place in range(options["rates"]):
+        rate = options["lowest"] * 10 ** (place / 2)
+        name = f"lr={rate:.2g}"
+        torch.manual_seed(cell.seed)
+        model = LanguageModel(cell.attention, vocabulary, options)
+        try:
+            found = fit(
+                cell,
+                name,
+                model,
+                lambda picked, model=model: loss(model, (train[0][picked], train[1][picked])),  # type: ignore[misc]
+                len(train[0]),
+                epochs=1,
+                batch=options["batch"],
+                rate=rate,
+                weight_decay=options["weight_decay"],
+                measure=lambda model=model: {"validation": bits(model, validation)},  # type: ignore[misc]
+                progress=part(progress, place, options["rates"]),
+            )
+        except DivergedError:
+            metrics[f"bits/{name}"] = math.nan
+            continue
+        metrics[f"bits/{name}"] = bits(model, test)
+        if found.series["validation"][-1] < best:
+            best = found.series["validation"][-1]
+            metrics |= {"bits": metrics[f"bits/{name}"], "rate": rate, **observe(model, validation[0][:64])}
+    return Result(metrics)
+
+
+def texts(cell: Cell, options: Mapping[str, Any]) -> tuple[Split, Split, Split, int]:
+    """Return random pieces of the training text, both halves of the held-out text, and the size of the vocabulary."""
+    if cell.data is None:
+        text, rest, vocabulary = corpus()
+    else:
+        path = cell.data / "input.txt"
+        if not path.is_file():
+            raise ConfigError(f"no {path}; --data names a folder with input.txt, for example tiny Shakespeare")
+        characters = path.read_text(encoding="utf-8")
+        number = {character: i for i, character in enumerate(sorted(set(characters)))}
+        tokens = torch.tensor([number[character] for character in characters])
+        text, rest, vocabulary = *tokens.tensor_split([len(tokens) * 9 // 10]), len(number)
+    draw = torch.Generator().manual_seed(cell.seed)
+    first = torch.randint(len(text) - CONTEXT, (options["steps"] * options["batch"], 1), generator=draw)
+    drawn = text[first + torch.arange(CONTEXT + 1)]
+    held = [pieces(half, CONTEXT) for half in rest.tensor_split(2)]
+    if cell.smoke:
+        held = [(x[:8], y[:8]) for x, y in held]
+    return (drawn[:, :-1], drawn[:, 1:]), held[0], held[1], vocabulary
