@@ -6,16 +6,25 @@ docs/generate.py makes the table. QUEST_WRITE_SUPPORT=1 writes that file.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from quest_core.errors import QuestError
-from quest_core.registry import mechanisms, owner
+from quest_core.registry import Component, mechanisms, owner, temporary
 
 Train = Callable[..., None]
+
+
+def zoo() -> list[type[Component]]:
+    """Return the mechanisms of quest-zoo, which are registered only where it is installed."""
+    sys.path.append(str(Path(__file__).parents[1] / "plugins" / "quest-zoo" / "src"))
+    with temporary():
+        return [part for part in vars(importlib.import_module("quest_zoo")).values() if isinstance(part, type)]
 
 
 def specs() -> dict[str, str]:

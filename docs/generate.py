@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from devtools.support import zoo
 from quest_bench.groups import Group, Row, read_groups
 from quest_core.cli.mechanisms import AXIS_TITLES
 from quest_core.registry import Component, mechanisms, owner
@@ -46,11 +48,12 @@ def support() -> str:
     return "\n".join(lines + [f"{i}. {setting}" for i, setting in enumerate(settings, 1)])
 
 
-def formulas() -> str:
-    """One table for each axis."""
+def formulas(parts: Iterable[type[Component]] = ()) -> str:
+    """One table for each axis, of `parts` or of the core's."""
+    own = [part for part in mechanisms().values() if owner(part) == "quest-core"]
     blocks = []
     for axis, title in AXIS_TITLES.items():
-        rows = [part for part in mechanisms().values() if part.axis == axis and owner(part) == "quest-core"]
+        rows = [part for part in parts or own if part.axis == axis]
         if rows:
             blocks += [f"### {title}", "", "| name | formula | options | causal | parameters | cost | source |"]
             blocks.append("|---|---|---|:-:|:-:|---|---|")
@@ -170,13 +173,14 @@ def start() -> str:
 
 
 TABLES = {"support": support, "mechanisms": formulas, "transforms": transforms}
-TABLES |= {"readme": readme, "choosing": choosing, "start": start}
+TABLES |= {"zoo": lambda: formulas(zoo()), "readme": readme, "choosing": choosing, "start": start}
 PLACES = {
     ROOT / "README.md": ("readme",),
     ROOT / "docs" / "choosing.md": ("choosing",),
     ROOT / "docs" / "start.md": ("start",),
     ROOT / "docs" / "mechanisms.md": ("mechanisms", "support"),
     ROOT / "docs" / "transforms.md": ("transforms",),
+    ROOT / "plugins" / "quest-zoo" / "README.md": ("zoo",),
 }
 
 

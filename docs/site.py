@@ -103,23 +103,25 @@ def reports() -> dict[str, Path]:
 
 
 def mechanism_pages() -> dict[str, str]:
-    """A page for each mechanism of quest_core, in the order of its axes: path -> Markdown."""
+    """A page for each mechanism of quest-core and quest-zoo, in the order of their axes: path -> Markdown."""
+    from devtools.support import zoo
     from quest_core.cli.mechanisms import AXIS_TITLES
     from quest_core.registry import mechanisms, owner
 
     sections = re.split(r"^## (.+)$", (ROOT / "docs" / "mechanisms" / "when.md").read_text(), flags=re.MULTILINE)[1:]
     when = {name: text.strip() for name, text in zip(sections[::2], sections[1::2], strict=True)}
+    own = [kind for kind in mechanisms().values() if owner(kind) == "quest-core"]
     pages = {}
     for axis in AXIS_TITLES:
-        for name, kind in mechanisms().items():
-            if kind.axis != axis or owner(kind) != "quest-core":
-                continue
+        for kind in (kind for kind in [*own, *zoo()] if kind.axis == axis):
+            name = kind.name
             written = name if axis in ("score", "family") else f"quest+{name}"
             written += "(kv_heads=2)" if any(option.name == "kv_heads" for option in kind.options) else ""
             rows = [f"| `{o.name}` | {'null' if o.default is None else o.default} | {o.doc} |" for o in kind.options]
             options = ["| option | default | meaning |", "|---|---|---|", *rows, ""] if rows else []
             causal = "yes" if kind.causal else f"no: {kind.causal_reason}"
-            facts = {"causal": causal, "other sequences as keys": "yes" if kind.cross else "no"}
+            facts = {"package": "quest-core" if kind in own else "quest-zoo", "causal": causal}
+            facts |= {"other sequences as keys": "yes" if kind.cross else "no"}
             facts |= {"cache": "yes" if kind.cached else "no", "own parameters": "yes" if kind.learnable else "no"}
             facts |= {"cost": kind.complexity, "source": kind.source}
             pages[f"mechanisms/{name}.md"] = "\n".join(

@@ -94,6 +94,8 @@ def test_the_page_shows_the_example() -> None:
     page = (root / "docs" / "writing-a-mechanism.md").read_text()
     source = (root / "examples/third_party_mechanism/src/quest_power/__init__.py").read_text()
     assert source.partition('"""\n\n')[2] in page
+    softpick = (root / "plugins/quest-zoo/src/quest_zoo/softpick.py").read_text()
+    assert softpick[softpick.index("@register") :] in page
 
 
 @pytest.mark.parametrize("name", ["Mine", "a_b", "quest-own", "true", ""])

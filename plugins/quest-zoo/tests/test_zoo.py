@@ -1,0 +1,98 @@
+"""Every mechanism of the zoo: its promises, its reference, its place in `quest list` and in a model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import quest_core
+import quest_zoo
+from quest_core.cli import main
+from quest_core.registry import mechanisms, owner
+from quest_core.testing import check_mechanism
+from quest_core.testing.mechanisms import CHECKS
+from quest_core.testing.trial import Fused
+from quest_core.testing.truth import exact
+
+ZOO = [name for name, part in mechanisms().items() if owner(part).startswith("quest-zoo ")]
+WIDE = [*ZOO, "quest+sink", "quest+softmax1+gqa(kv_heads=2)", "entmax(alpha=2)", "entmax(alpha=1.1)", "ssmax+sink"]
+SLOW = {"compiles", "devices", "dropout"}
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_it_keeps_its_promises(name: str) -> None:
+    check_mechanism(name, checks=[check for check in CHECKS if check not in SLOW])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WIDE)
+def test_it_compiles_and_drops(name: str) -> None:
+    check_mechanism(name, checks=sorted(SLOW))
+
+
+@pytest.mark.parametrize("spec", WIDE)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_outputs_and_gradients_are_those_of_the_reference(spec: str, is_causal: bool, masked: bool) -> None:
+    made = quest_core.Mechanism(spec, num_heads=4, head_dim=16).double()
+    groups = made.dims.kv_heads
+    q, k, v = (3 * torch.randn(2, heads, 70, 16, dtype=torch.float64) for heads in (4, groups, groups))
+    inputs = [x.requires_grad_() for x in (q, k, v)] + list(made.parameters())
+    how = {"is_causal": is_causal, "attn_mask": torch.randn(2, 1, 1, 70).double() if masked else None}
+    with Fused() as fused:
+        out = made(q, k, v, **how)
+    assert bool(fused.calls) == ("entmax" not in spec and "softpick" not in spec)
+    want = exact(made, q, k, v, **how)[0]
+    torch.testing.assert_close(out, want, rtol=1e-9, atol=1e-9)
+    upstream = torch.randn_like(out)
+    got, truth = (torch.autograd.grad(y, inputs, upstream) for y in (out, want))
+    torch.testing.assert_close(got, truth, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("name", "logits", "weights"),
+    [
+        ("softmax1", [0.0, 0.0, 0.0], [0.25, 0.25, 0.25]),
+        ("sink(logit=1.0986122886681098)", [0.0, 0.0, 0.0], [1 / 6, 1 / 6, 1 / 6]),  # log 3
+        ("entmax(alpha=2)", [0.5, 0.0, -1.0], [0.75, 0.25, 0.0]),
+        ("entmax", [1.0, 1.0, -9.0], [0.5, 0.5, 0.0]),
+        ("softpick", [0.6931471805599453, 0.0, -0.6931471805599453], [2 / 3, 0.0, 0.0]),  # log 2
+    ],
+)
+def test_weights_that_a_hand_can_compute(name: str, logits: list[float], weights: list[float]) -> None:
+    normalizer = quest_core.Mechanism(name, num_heads=1, head_dim=2).normalizer.double()
+    found = normalizer.weights(torch.tensor(logits, dtype=torch.float64)[None, None, None], None)
+    torch.testing.assert_close(found.flatten(), torch.tensor(weights, dtype=torch.float64), atol=1e-7, rtol=0)
+
+
+def test_softmax_lies_between() -> None:
+    """entmax tends to softmax; a sink of −∞, to softmax; ssmax of slope 1/log(n) is softmax."""
+    q, k, v = (torch.randn(1, 2, 9, 8, dtype=torch.float64) for _ in range(3))
+    want = quest_core.attention(q, k, v, "standard")
+    for spec in ("sink(logit=-60)", f"ssmax(init={1 / torch.tensor(9.0).log().item()})"):
+        made = quest_core.Mechanism(spec, num_heads=2, head_dim=8).double()
+        torch.testing.assert_close(made(q, k, v), want, atol=1e-6, rtol=0)
+
+
+def test_an_alpha_beyond_sparsemax_is_an_error() -> None:
+    with pytest.raises(quest_core.ConfigError, match="alpha is 2.5; expected 1.05 to 2"):
+        quest_core.Mechanism("entmax(alpha=2.5)")
+
+
+def test_entmax_has_a_second_derivative() -> None:
+    made = quest_core.Mechanism("entmax", num_heads=2, head_dim=4).double()
+    inputs = [torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    assert torch.autograd.gradgradcheck(made, inputs)
+
+
+def test_it_is_listed_and_trains_in_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    listed = capsys.readouterr().out
+    classes = [part for part in vars(quest_zoo).values() if isinstance(part, type)]
+    assert sorted(ZOO) == sorted(part.name for part in classes)
+    for name in ZOO:
+        assert f"\n  {name} " in listed.partition("From quest-zoo")[2]
+        model = torch.nn.TransformerEncoderLayer(32, 4, dropout=0.0, batch_first=True)
+        model, report = quest_core.inject(model, name)
+        assert len(report.replacements) == 1
+        model(torch.randn(2, 9, 32)).square().mean().backward()
