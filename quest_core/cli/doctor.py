@@ -12,8 +12,16 @@ from .. import __version__
 from ..hosts.plugins import Plugin, is_importable, plugins
 from ..registry import packages
 
-LOAD = "from quest_core.hosts.plugins import adapter; adapter({!r})"
+LOAD = """
+from quest_core.errors import PluginError
+from quest_core.hosts.plugins import adapter
+try:
+    adapter({!r})
+except PluginError as error:
+    raise error.__cause__ or error from None
+"""
 """The command of the child process that imports a plugin, and its host with it."""
+MESSAGES = "https://quest-attention.github.io/quest/troubleshooting/"
 
 
 def main(limit: float) -> int:
@@ -40,7 +48,8 @@ def examine(plugin: Plugin, limit: float) -> tuple[str, str]:
         if error := _run(f"import {module}", limit):
             fix = f"python -c 'import {module}' shows the whole error; {plugin.fix} --force-reinstall"
             return f"its host {plugin.host() or module} cannot be imported: {error}", fix
-    return f"it cannot be imported: {failure}", f"pip install --force-reinstall {plugin.distribution}"
+    fix = f"{MESSAGES} lists messages of hosts; if not this one, {plugin.fix} --force-reinstall"
+    return f"it cannot be imported: {failure}", fix
 
 
 def _run(code: str, limit: float) -> str:

@@ -26,7 +26,7 @@ def python(code: str, folder: Path) -> str:
 def doctor(folder: Path) -> str:
     """Return the lines of `quest doctor` on quest-mmseg."""
     lines = python("from quest_core.cli import main; main(['doctor'])", folder).splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith("  mmseg "))
+    first = next(i for i, line in enumerate(lines) if line.startswith("  quest-mmseg "))
     return "\n".join(lines[first : first + 2])
 
 
@@ -34,11 +34,7 @@ def doctor(folder: Path) -> str:
 def test_a_torchvision_of_another_build(tmp_path: Path) -> None:
     (tmp_path / "torchvision.py").write_text(OF_ANOTHER_BUILD)
     said = doctor(tmp_path)
-    assert "quest-mmseg is in order, but its host" in said
-    assert f"RuntimeError: {TORCHVISION}" in said
-    assert (
-        "fix: install PyTorch and torchvision from one place: pip install --force-reinstall torch torchvision" in said
-    )
+    assert f": it cannot be imported: RuntimeError: {TORCHVISION}\n    fix: https://quest-attention.github.io" in said
 
 
 @pytest.mark.slow
@@ -46,11 +42,9 @@ def test_mmcv_without_its_operations(tmp_path: Path) -> None:
     (tmp_path / "quest_mmengine_environment.py").touch()  # no shim, as in a user's environment
     said = doctor(tmp_path)
     if FORK:  # it does not import them
-        assert ": ok with onedl-mmsegmentation" in said
+        assert ": ok" in said
         return
-    assert "quest-mmseg is in order, but its host mmsegmentation" in said
-    assert "No module named 'mmcv._ext'" in said
-    assert "fix: a full build of mmcv: CFLAGS='-O0 -g0' pip install --no-build-isolation mmcv==2.1.0; or" in said
+    assert "it cannot be imported: ModuleNotFoundError: No module named 'mmcv._ext'\n    fix: https://" in said
 
 
 def test_a_setuptools_without_pkg_resources(tmp_path: Path) -> None:
