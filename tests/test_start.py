@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import quest_core
+from devtools import environments
 from devtools.configs import with_start
 from quest_core import MultiheadAttention
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
@@ -248,8 +249,7 @@ def test_a_config_of_quest_offers_the_same_attention_with_a_start(path: Path) ->
 
 def test_every_plugin_has_configs_or_a_readme_that_offer_a_start() -> None:
     assert len(CONFIGS) > 5
-    for page in ROOT.glob("plugins/quest-*/README.md"):
-        if page.parent.name not in ("quest-bench", "quest-suites"):
-            text = page.read_text()
-            assert "(init=12)" in text, page
-            assert "https://quest-attention.github.io/quest/start/" in text, page
+    for plugin in environments.hosts():
+        text = (environments.home(plugin) / "README.md").read_text()
+        assert "(init=12)" in text, plugin
+        assert "https://quest-attention.github.io/quest/start/" in text, plugin

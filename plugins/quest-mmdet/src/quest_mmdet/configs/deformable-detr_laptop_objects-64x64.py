@@ -13,6 +13,8 @@ ffn = dict(embed_dims=width, feedforward_channels=4 * width, ffn_drop=0.0)
 model = dict(
     type="quest_mmdet.DeformableDETR",
     attention="quest",
+    # Queries that start at norm 12; the default, null, is the paper's:
+    # attention="quest(init=12)",
     num_queries=32,
     num_feature_levels=2,
     with_box_refine=True,
