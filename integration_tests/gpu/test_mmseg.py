@@ -42,7 +42,7 @@ def images(device: str) -> list[dict[str, Any]]:
     index[list(LABELS.values())] = range(len(LABELS))
     made = []
     for seed in range(SIZES[device]["images"]):
-        image, labels = scene(SIZES[device]["size"], np.random.default_rng(seed))
+        image, labels, _ = scene(SIZES[device]["size"], np.random.default_rng(seed))
         truth = PixelData(data=torch.from_numpy(index[labels])[None])
         inputs = torch.from_numpy(image).permute(2, 0, 1).contiguous()
         made.append({"inputs": inputs, "data_samples": SegDataSample(gt_sem_seg=truth)})
