@@ -5,14 +5,13 @@ python -m quest_suites.mmdet.objects data/objects --train 512 --validation 64
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import cv2
 import numpy as np
 
-from quest_suites.mmseg.scenes import OBJECTS, scene
+from quest_suites.mmseg.scenes import OBJECTS, main, scene
 
 SMALLEST = 16
 """Pixels of an object that must be seen for it to have a box."""
@@ -61,17 +60,5 @@ def write(folder: Path, *, train: int, validation: int, size: int = 64, seed: in
         (folder / f"{split}.json").write_text(json.dumps(made))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="output folder; the data_root of a config")
-    parser.add_argument("--train", type=int, default=512, help="training images")
-    parser.add_argument("--validation", type=int, default=64, help="validation images")
-    parser.add_argument("--size", type=int, default=64, help="height and width in pixels")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    write(options.folder, train=options.train, validation=options.validation, size=options.size, seed=options.seed)
-    print(f"{options.folder}: {options.train} training and {options.validation} validation images")
-
-
 if __name__ == "__main__":
-    main()
+    main(write, __doc__)

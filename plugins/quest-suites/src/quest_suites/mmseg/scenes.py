@@ -9,6 +9,7 @@ object: colours, stripes and light are random. Labels are those of ADE20K, so it
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import cv2
@@ -107,8 +108,9 @@ def write(folder: Path, *, train: int, validation: int, size: int = 64, seed: in
             cv2.imwrite(str(annotations / f"{name}.png"), labels)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(write: Callable[..., None] = write, about: str | None = __doc__) -> None:
+    """Write scenes from the command line, for segmentation or by the `write` of another task."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="output folder; the data_root of a config")
     parser.add_argument("--train", type=int, default=256, help="training images")
     parser.add_argument("--validation", type=int, default=64, help="validation images")
