@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from conftest import DAB, DETR, SIDE, samples, small
+from mmdet.models.layers.transformer.utils import ConditionalAttention
 from mmdet.registry import MODELS
 from torch import Tensor, nn
 
+from quest_core import inject
 from quest_core.hosts.adapter import Adapter
 from quest_core.testing import AdapterConformance
 from quest_mmdet.adapter import MmdetAdapter
@@ -110,3 +114,24 @@ class TestPvt(Backbone):
         "num_layers": (1, 1), "num_heads": (2, 4), "patch_sizes": (4, 2), "strides": (4, 2), "paddings": (0, 0),
         "sr_ratios": (2, 1), "mlp_ratios": (2, 2), "out_indices": (0, 1), "attn_drop_rate": 0.1,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("kind", [torch.bool, torch.uint8, torch.float64, None])
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_masks_of_conditional_attention(cross: bool, kind: torch.dtype | None, per_head: bool, padded: bool) -> None:
+    batch, n, heads, width = 3, 5, 4, 16
+    m = 7 if cross else n
+    host = ConditionalAttention(width, heads, cross_attn=cross).double()
+    x, positions = torch.randn(2, batch, n, width, dtype=torch.float64)
+    memory = torch.randn(batch, m, width, dtype=torch.float64) if cross else x
+    given: dict[str, Any] = {"query_pos": positions, "ref_sine_embed": positions, "key_pos": torch.randn_like(memory)}
+    if kind is not None:
+        hidden = torch.rand(*((batch * heads,) if per_head else ()), n, m) < 0.4
+        hidden[..., 0] = False  # mmdet's own output of a query that sees nothing is NaN
+        given["attn_mask"] = torch.randn(hidden.shape, dtype=kind) if kind.is_floating_point else hidden.to(kind)
+    if padded:
+        given["key_padding_mask"] = torch.arange(m) >= torch.tensor([m, m - 1, m - 2])[:, None]
+    ours, _ = inject(copy.deepcopy(host), "standard", adapter=MmdetAdapter())
+    torch.testing.assert_close(ours(x, memory, **copy.deepcopy(given)), host(x, memory, **given))

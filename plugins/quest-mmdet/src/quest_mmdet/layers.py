@@ -68,11 +68,12 @@ class ConditionalAttention(HostAttention, HostConditionalAttention):  # type: ig
         Args:
             query: [B, N, H·D].
             key, value: [B, M, H·D] and [B, M, E].
-            attn_mask: [N, M] or [B·H, N, M], boolean (True = may not attend) or additive.
+            attn_mask: [N, M] or [B·H, N, M], boolean or bytes (True = may not attend), or additive.
             key_padding_mask: [B, M], True = padding.
         """
-        if attn_mask is not None and attn_mask.dim() == 3:
-            attn_mask = attn_mask.unflatten(0, (len(query), self.num_heads))
+        if attn_mask is not None:
+            attn_mask = attn_mask if attn_mask.is_floating_point() else attn_mask.bool()  # mmdet takes bytes too
+            attn_mask = attn_mask.unflatten(0, (len(query), self.num_heads)) if attn_mask.dim() == 3 else attn_mask
         real = None
         if key_padding_mask is not None:
             real = self.mechanism.padding_mask(~key_padding_mask.bool(), same_tokens=not self.cross_attn)
