@@ -14,7 +14,7 @@ from torch import Tensor
 
 import quest_core
 from quest_core import ops as blocks
-from quest_core.mechanisms import aft_conv, aft_ops
+from quest_core.mechanisms import aft_conv, aft_ops, naive
 from quest_core.testing.truth import exact as by_reference
 
 ORDERED = ["aft-full", "aft-local", "aft-full(rank=null)", "aft-local(rank=null)"]
@@ -431,3 +431,44 @@ def test_values_of_another_width_cannot_be_gated() -> None:
     q, k, v = tensors("aft-simple", 1, 2, 4, 4, 3)
     with pytest.raises(quest_core.InputError, match="v has head_dim 2; attention-free gates need that of q, 3"):
         quest_core.attention(q, k, v[..., :2], "aft-simple")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("spec", "is_causal"), [(s, c) for s in SEQUENCE for c in (False, True)] + [("aft-conv(window=3)", False)]
+)
+def test_error_is_at_most_twice_that_of_plain_arithmetic(spec: str, dtype: torch.dtype, is_causal: bool) -> None:
+    """`Plain` is the softmax written down with operations of the same type."""
+    conv = spec.startswith("aft-conv")
+    made = build(spec, 2, 4, spread=0.5).to(dtype)
+    q, k, v = (x.to(dtype) for x in tensors(spec, 2, 2, 36, 36, 4))
+    exact = truth(made, q, k, v, is_causal=is_causal, grid=(6, 6))
+    family: Any = made.family
+    if conv:
+        biases = torch.nn.functional.pad(family.bias().detach().to(dtype).flatten(1), (0, 1))
+        w = biases[:, family._reference_bins(36)][..., None]  # [H, T, T', 1]
+    elif spec == "aft-simple":
+        w = torch.zeros(36, 36, 1, dtype=dtype)
+    else:
+        full = family.table if family.table is not None else family.query_positions @ family.key_positions.T
+        w = full[:36, :36]
+        if family.window:
+            w = w.masked_fill((torch.arange(36)[:, None] - torch.arange(36)).abs() >= family.window, 0)
+        w = w[:, :, None]
+    hidden = ~naive.visible(36, 36, None, is_causal)[..., None]
+    weights = (k[:, :, None] + w).masked_fill(hidden, -math.inf).softmax(3)  # [B, H, T, T', D]
+    plain = q.sigmoid() * (weights * v[:, :, None]).sum(3)
+    got = made(q, k, v, is_causal=is_causal)
+    error, allowed = ((x.double() - exact).square().mean().sqrt() for x in (got, plain))
+    assert error <= 2 * allowed
+
+
+def test_gumbel_samples_follow_the_gumbel_softmax() -> None:
+    """At each position the mean of the hardened samples is softmax(w), whatever the temperature."""
+    made = build("aft-conv(dims=1, window=3, gumbel=true)", heads=1).train()
+    family: Any = made.family
+    w = family.bias().detach()
+    torch.manual_seed(0)
+    draws = torch.stack([(family._positions() / w).argmax(1) for _ in range(4000)]).flatten()
+    share = torch.bincount(draws, minlength=3) / 4000
+    torch.testing.assert_close(share, w.softmax(1)[0].float(), rtol=0, atol=0.03)

@@ -269,3 +269,11 @@ def test_a_layer_of_two_places_is_refused(kind: str) -> None:
         quest_core.chain(model) if kind == "chain" else quest_core.inject(model, "elliptical")
     if kind == "inject":
         assert all(type(layer.self_attn) is nn.MultiheadAttention for layer in model)
+
+
+def test_no_gradient_flows_through_the_metric() -> None:
+    first, second = pair("elliptical")
+    q, k, v = (x.requires_grad_() for x in tensors(1, 4, 4, 5))
+    first(q, k, v * 2)
+    second(q, k, v.detach()).sum().backward()
+    assert v.grad is None

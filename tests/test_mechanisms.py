@@ -244,3 +244,9 @@ def test_a_trace_exported_to_onnx_takes_any_length(spec: str, causal: bool) -> N
 def test_a_trace_that_would_fix_the_number_of_keys_is_not_exported(spec: str) -> None:
     with pytest.raises(UnsupportedError, match="counts its keys, and torch.onnx.export"):
         traced_to_onnx(CausalOrNot(spec, spec == "linear"))
+
+
+def test_large_norms_in_bfloat16() -> None:
+    q, k, v = (x.bfloat16() for x in tensors(1, 2, 2, 16, 16, 32))
+    out = quest_core.attention(q, k * 1e4, v, "quest")
+    torch.testing.assert_close(out, quest_core.attention(q, k, v, "quest"), rtol=0.05, atol=0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 from pathlib import Path
@@ -439,3 +440,24 @@ def test_the_output_projection_is_observed_in_quantization_aware_training(attent
     assert 0 < (out - before).abs().max() < 0.1
     out.sum().backward()
     assert made.out_proj.parametrizations.weight.original.grad is not None
+
+
+FLOATS = [getattr(torch, name) for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]
+FLOATS = [dtype for dtype in dict.fromkeys(FLOATS) if dtype.is_floating_point]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_name_of_the_attention_survives_a_cast_of_the_state_dict(dtype: torch.dtype) -> None:
+    """Tools cast every floating tensor of a checkpoint; the model then loads it, or says what happened to it."""
+    mine, _ = quest_core.inject(nn.Sequential(nn.MultiheadAttention(16, 2)), "quest+gqa(kv_heads=1)")
+    try:
+        cast = {key: x.to(dtype) if x.is_floating_point() else x for key, x in mine.state_dict().items()}
+    except (RuntimeError, NotImplementedError):
+        pytest.skip(f"PyTorch itself does not convert to {dtype}")
+    if not any(x.isfinite().all() if x.dtype.itemsize > 1 else True for x in cast.values()):
+        pytest.skip(f"{dtype} holds none of the weights")
+    other, _ = quest_core.inject(nn.Sequential(nn.MultiheadAttention(16, 2)), "qnorm+gqa(kv_heads=1)")
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(quest_core.CheckpointError, match="quest"):
+        other.load_state_dict(cast)
+    assert all(torch.equal(x, other.state_dict()[key]) for key, x in before.items())
