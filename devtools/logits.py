@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quest_core import QKClip
+
 
 @contextmanager
 def recorded() -> Iterator[list[tuple[float, float]]]:
@@ -47,6 +49,20 @@ def recorded() -> Iterator[list[tuple[float, float]]]:
         for owner in (F, torch, Tensor):
             stack.enter_context(patched(owner, "softmax", lambda z, *_, **__: z.detach().double()))
         yield seen
+
+
+@contextmanager
+def clipped() -> Iterator[list[dict[str, list[float]]]]:
+    """Yield a list that the factors of each step of a QKClip join."""
+    found: list[dict[str, list[float]]] = []
+    step = QKClip.step
+
+    def call(self: QKClip) -> dict[str, list[float]]:
+        found.append(step(self))
+        return found[-1]
+
+    with mock.patch.object(QKClip, "step", call):
+        yield found
 
 
 def _logits(

@@ -107,6 +107,19 @@ def test_tools_share_a_model_and_the_last_gives_it_back():
     assert [type(module) for module in model.modules()] == kinds
 
 
+def test_clip_bounds_the_logits_of_every_step():
+    model, x = encoder(), torch.randn(2, 5, 16)
+    with quest_core.Watch(model, every=1, clip=1e-3) as watch:
+        model(x)
+        assert watch.step()["attention/layers.0.self_attn/max_logit/max"] > 1e-3
+        model(x)
+        assert watch.step()["attention/layers.0.self_attn/max_logit/max"] == pytest.approx(1e-3)
+    assert not any(isinstance(m, quest_core.Mechanism) for m in model.modules())
+    with pytest.raises(quest_core.ConfigError, match="threshold is 0"):
+        quest_core.Watch(model, clip=0)
+    assert not any(isinstance(m, quest_core.Mechanism) for m in model.modules())
+
+
 def test_a_model_that_cannot_be_measured_stays_as_it_was():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     with pytest.raises(quest_core.InjectionError):

@@ -13,8 +13,7 @@ from ..hosts.universal import UniversalAdapter
 from ..mechanism import Mechanism
 from ..projections import Projected
 from .calibration import leaves
-from .monitor import borrow
-from .watch import TrainingMonitor
+from .monitor import TrainingMonitor, borrow
 
 
 class QKClip:

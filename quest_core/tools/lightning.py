@@ -20,15 +20,15 @@ class WatchAttention(Callback):  # type: ignore[misc]
     >>> trainer = Trainer(callbacks=[WatchAttention(every=100)])
 
     Args:
-        every, example: as for `Watch`.
+        every, example, clip: as for `Watch`.
     """
 
-    def __init__(self, every: int = 100, example: Any = None) -> None:
-        self.every, self.example = every, example
+    def __init__(self, every: int = 100, example: Any = None, clip: float | None = None) -> None:
+        self.every, self.example, self.clip = every, example, clip
         self.watch: Watch | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.watch = Watch(pl_module, every=self.every, example=self.example)
+        self.watch = Watch(pl_module, every=self.every, example=self.example, clip=self.clip)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         if self.watch is not None and (values := self.watch.step()):

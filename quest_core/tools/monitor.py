@@ -505,3 +505,15 @@ def _weights(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     weights = torch.where(counted, weights / total, 0)
     entropy = total[..., 0].log() - (weights * z).sum(-1)
     return weights, torch.where(counted[..., 0], entropy, 0), counted[..., 0]
+
+
+class TrainingMonitor(Monitor):
+    """A Monitor that leaves validation between two steps out."""
+
+    def layer(self, mechanism: Mechanism, every: int, logits: bool) -> Layer:
+        return _TrainingLayer(mechanism, every, logits)
+
+
+class _TrainingLayer(Layer):
+    def _skips(self) -> bool:
+        return not self.mechanism.training or super()._skips()

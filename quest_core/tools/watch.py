@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigError
-from ..mechanism import Mechanism
-from .monitor import Layer, Monitor, borrow
+from .clip import QKClip
+from .monitor import Monitor, TrainingMonitor, borrow
 
 LARGE = 100  # QK-clip's threshold for the largest logit (arXiv:2507.20534)
 SATURATED = 0.1  # nats; weights of 0.98 and 0.02 have this entropy
@@ -28,29 +28,37 @@ class Watch:
     ...         logger.log(watch.step())  # {} between; else {"attention/layers.0.self_attn/max_logit/max": 31.2, ...}
 
     A model without attention of quest_core gets the mechanism `standard` meanwhile, which computes what the host
-    computes. The steps that are not measured run without hooks, and forward passes in evaluation do not count. What is
-    measured stands at :class:`quest_core.Monitor`.
+    computes. The steps that are not measured run without hooks, except with `clip`, and forward passes in evaluation do
+    not count. What is measured stands at :class:`quest_core.Monitor`.
 
     Args:
         model: the model itself, without DistributedDataParallel or torch.compile around it.
         every: the steps n, 2n, 3n, ... are measured, and the first.
         example: as in :func:`quest_core.inject`, for attention that no adapter knows.
+        clip: a threshold for :class:`quest_core.QKClip`, which then watches and follows every step; None for no
+            clipping.
 
     Raises:
-        ConfigError: `every` is not a positive whole number.
+        ConfigError: `every` is not a positive whole number, or as QKClip.
         InjectionError: the model has no attention that can be measured.
+        UnsupportedError: as QKClip.
 
     Attributes:
         steps: how many steps were taken.
         history: what was measured: (step, {path: {name: [a float per head]}}), the oldest first.
     """
 
-    def __init__(self, model: nn.Module, *, every: int = 100, example: Any = None) -> None:
+    def __init__(self, model: nn.Module, *, every: int = 100, example: Any = None, clip: float | None = None) -> None:
         if not isinstance(every, int) or every < 1:
             raise ConfigError(f"every is {every!r}; measure every n-th step with a whole number of at least 1")
         self.model, self.every, self.steps = model, every, 0
         self.history: list[tuple[int, dict[str, Any]]] = []
         self._give_back = borrow(model, example)
+        try:
+            self._clip = None if clip is None else QKClip(model, clip)
+        except Exception:
+            self._give_back()
+            raise
         self._monitor: Monitor | None = TrainingMonitor(model)
 
     def step(self) -> dict[str, float]:
@@ -68,6 +76,8 @@ class Watch:
             if seen:
                 self.history.append((self.steps, seen))
                 values = summary(seen)
+        if self._clip is not None:
+            self._clip.step()
         if (self.steps + 1) % self.every == 0:
             self._monitor = TrainingMonitor(self.model)
         return values
@@ -86,6 +96,8 @@ class Watch:
     def close(self) -> None:
         """Stop, and leave the model as it was. `history` stays."""
         self._stop()
+        if self._clip is not None:
+            self._clip.close()
         self._give_back()
 
     def _stop(self) -> None:
@@ -98,18 +110,6 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class TrainingMonitor(Monitor):
-    """A Monitor that leaves validation between two steps out."""
-
-    def layer(self, mechanism: Mechanism, every: int, logits: bool) -> Layer:
-        return _TrainingLayer(mechanism, every, logits)
-
-
-class _TrainingLayer(Layer):
-    def _skips(self) -> bool:
-        return not self.mechanism.training or super()._skips()
 
 
 def summary(seen: dict[str, Any]) -> dict[str, float]:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from devtools.logits import recorded
+from devtools.logits import clipped, recorded
 
 
 @pytest.mark.parametrize("attention", ["standard", "quest"])
@@ -22,3 +22,11 @@ def test_the_log_holds_logits_at_every_nth_update(tools, lm_data, tmp_path, atte
         now = calls[layers * (int(update) - 1) : layers * int(update)]
         assert float(top) == pytest.approx(max(top for top, _ in now), abs=1e-3)
         assert float(entropy) == pytest.approx(sum(entropy for _, entropy in now) / layers, abs=1e-3)
+
+
+def test_queries_are_clipped_after_every_update(tools, lm_data, tmp_path):
+    with clipped() as factors:
+        given = ("--save-dir", tmp_path, "--no-save", "--attention", "quest", "--qk-clip", "1e-6")
+        tools.train(lm_data, *given, updates=3)
+    assert len(factors) == 3
+    assert all(factors)

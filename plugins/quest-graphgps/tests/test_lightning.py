@@ -5,6 +5,8 @@ import torch
 from models import trainer
 from torch import nn
 
+from devtools.logits import clipped, recorded
+
 lightning = pytest.importorskip("pytorch_lightning")
 
 
@@ -25,15 +27,17 @@ def test_the_log_holds_the_largest_logit_of_each_layer(tmp_path):
     from quest_core.tools.lightning import WatchAttention
 
     model, seen = Module(), []
-    watch = WatchAttention(every=2)
+    watch = WatchAttention(every=2, clip=1e-6)
 
     class Read(lightning.Callback):
         def on_train_batch_end(self, trainer, *_):
             seen.append(dict(trainer.logged_metrics))
 
     run = trainer(max_steps=4, callbacks=[watch, Read()], default_root_dir=tmp_path)
-    run.fit(model, torch.utils.data.DataLoader(torch.randn(8, 5, 8), 2))
+    with recorded() as calls, clipped() as factors:
+        run.fit(model, torch.utils.data.DataLoader(torch.randn(8, 5, 8), 2))
     key = "attention/body.layers.0.self_attn/max_logit/max"
     assert [step for step, _ in watch.watch.history] == [1, 2, 4]
-    assert seen[-1][key] > 0
+    assert seen[-1][key] == pytest.approx(calls[-1][0], rel=1e-5)
+    assert [set(found) for found in factors] == [{"body.layers.0.self_attn"}] * 4
     assert type(model.body.layers[0].self_attn) is nn.MultiheadAttention

@@ -9,7 +9,7 @@ from torch_geometric.graphgym.logger import LoggerCallback
 from torch_geometric.graphgym.model_builder import create_model
 from torch_geometric.loader import DataLoader
 
-from devtools.logits import recorded
+from devtools.logits import clipped, recorded
 from quest_core.errors import ConfigError
 from quest_graphgps import watching
 
@@ -39,9 +39,24 @@ def test_stats_hold_the_largest_logit_and_the_entropy(tmp_path, monkeypatch, att
     assert all(line["entropy"] > 0 for line in lines)
 
 
-@pytest.mark.parametrize("value", [-1, 1.5, "often"])
-def test_a_wrong_key_is_an_error(value):
+def test_queries_are_clipped_after_every_batch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     configure()
-    cfg.gnn[watching.KEY] = value
-    with pytest.raises(ConfigError, match="gnn.watch_attention is"):
-        watching.every(cfg)
+    cfg.merge_from_list(["gnn.qk_clip", 1])
+    cfg.run_dir, cfg.share.num_splits, cfg.params = str(tmp_path), 1, 0
+    run = trainer(max_epochs=1, callbacks=[LoggerCallback()], default_root_dir=tmp_path)
+    try:
+        with clipped() as factors:
+            run.fit(create_model(dim_in=3, dim_out=2), DataLoader([graph(n, None) for n in (5, 7, 4)]))
+    finally:
+        watching._current.clear()
+    assert len(factors) == 3
+
+
+@pytest.mark.parametrize("key", watching.KEYS)
+@pytest.mark.parametrize("value", [-1, 1.5, "often"])
+def test_a_wrong_key_is_an_error(key, value):
+    configure()
+    cfg.gnn[key] = value
+    with pytest.raises(ConfigError, match=f"gnn.{key} is"):
+        watching.read(cfg)

@@ -5,7 +5,7 @@ import json
 import pytest
 from test_checkpoint_matrix import quick, run  # noqa: F401 - a fixture
 
-from devtools.logits import recorded
+from devtools.logits import clipped, recorded
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -24,3 +24,10 @@ def test_the_log_of_the_runner_holds_logits(tmp_path, built):
     layers = [key for key in values if key.endswith("/max_logit/max")]
     assert layers
     assert values["attention/max_logit"] == pytest.approx(max(values[key] for key in layers))
+
+
+def test_queries_are_clipped_after_every_iteration(tmp_path):
+    with clipped() as factors:
+        run("quest", tmp_path, custom_hooks=[{"type": "quest_mmseg.WatchAttention", "clip": 1e-6}])
+    assert factors
+    assert all(factors)

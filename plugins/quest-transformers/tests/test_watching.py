@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import quest_core
-from devtools.logits import recorded
+from devtools.logits import clipped, recorded
 from quest_transformers.watching import WatchCallback
 
 pytest.importorskip("accelerate")
@@ -49,3 +49,9 @@ def test_trainer_logs_what_attention_does_and_trains_as_before(tmp_path, options
         assert entry["attention/entropy"] > 0
     assert [type(m) for m in watched.modules()] == [type(m) for m in model.modules()]
     assert any(isinstance(m, quest_core.Mechanism) for m in watched.modules()) == bool(options)
+
+
+def test_queries_are_clipped_after_every_step(tmp_path):
+    with clipped() as factors:
+        train(tmp_path, [WatchCallback(clip=1e-6)])
+    assert [set(found) for found in factors] == [{f"model.layers.{i}.self_attn" for i in range(2)}] * 4

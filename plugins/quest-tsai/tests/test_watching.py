@@ -5,21 +5,24 @@ import pytest
 from fastai.callback.tracker import CSVLogger
 from tsai.basics import TSClassifier
 
-from devtools.logits import recorded
+from devtools.logits import clipped, recorded
 from quest_tsai.watching import WatchAttention
 
 
-@pytest.mark.parametrize("attention", [None, "quest"])
-def test_the_table_of_epochs_shows_logits(tmp_path, attention):
+def learner(tmp_path, attention, *callbacks):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(24, 2, 12)).astype("float32"), np.arange(24) % 2
     splits = (list(range(16)), list(range(16, 24)))
     sizes = {"d_model": 16, "n_heads": 2, "n_layers": 1} | ({"attention": attention} if attention else {})
-    watch = WatchAttention(every=1)
-    log = CSVLogger(tmp_path / "log.csv")
-    learn = TSClassifier(
-        x, y, splits=splits, arch="TSTPlus", arch_config=sizes, cbs=[watch, log], bs=8, path=tmp_path, device="cpu"
+    return TSClassifier(
+        x, y, splits=splits, arch="TSTPlus", arch_config=sizes, cbs=[*callbacks], bs=8, path=tmp_path, device="cpu"
     )
+
+
+@pytest.mark.parametrize("attention", [None, "quest"])
+def test_the_table_of_epochs_shows_logits(tmp_path, attention):
+    watch = WatchAttention(every=1)
+    learn = learner(tmp_path, attention, watch, CSVLogger(tmp_path / "log.csv"))
     kinds = [type(module) for module in learn.model.modules()]
     with learn.no_bar(), recorded() as calls:
         learn.fit(2)
@@ -31,3 +34,11 @@ def test_the_table_of_epochs_shows_logits(tmp_path, attention):
         assert shown == pytest.approx(call, rel=1e-4)
     assert [type(module) for module in learn.model.modules()] == kinds
     assert len(watch.watch.history) == 4  # two batches in each of two epochs
+
+
+def test_queries_are_clipped_after_every_batch(tmp_path):
+    learn = learner(tmp_path, None, WatchAttention(clip=1e-6))
+    with learn.no_bar(), clipped() as factors:
+        learn.fit(1)
+    assert len(factors) == 2
+    assert all(factors)

@@ -36,6 +36,9 @@ class Options(FairseqDataclass):
     watch_attention: int = field(
         default=0, metadata={"help": "log the largest logit and the entropy of every n-th update (0: of none)"}
     )
+    qk_clip: float = field(
+        default=0, metadata={"help": "scale queries down whose logits exceed this in an update (0: never)"}
+    )
 
 
 OPTIONS = ("attention", *(f"attention_{part}" for part in PARTS), "attention_from")

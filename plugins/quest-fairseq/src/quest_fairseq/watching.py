@@ -1,4 +1,4 @@
-"""The option `--watch-attention`: fairseq logs the largest logit and the entropy."""
+"""The options `--watch-attention`, which logs the largest logit and the entropy, and `--qk-clip`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def train_and_watch(stock: Callable[..., Any], self: Trainer, *arguments: Any, *
 
     ``trainer.quest_watch.history`` holds every layer and head.
     """
-    every = getattr(self.cfg.model, "watch_attention", 0)
-    if not every:
+    every, clip = (getattr(self.cfg.model, option, 0) for option in ("watch_attention", "qk_clip"))
+    if not every and not clip:
         return stock(self, *arguments, **options)
     if WATCH not in vars(self):
-        setattr(self, WATCH, Watch(self.get_model(), every=every))
+        setattr(self, WATCH, Watch(self.get_model(), every=every or 100, clip=clip or None))
     out = stock(self, *arguments, **options)
     watch = getattr(self, WATCH)
     for name, value in watch.totals().items() if watch.step() else ():

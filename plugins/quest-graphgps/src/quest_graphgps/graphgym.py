@@ -65,8 +65,8 @@ def declare(cfg: Any) -> None:
         if section in cfg and "attention_from" not in cfg[section]:
             cfg[section].attention = cfg[section].attention_from = None
             cfg[section].allow_partial = False
-    if "gnn" in cfg and watching.KEY not in cfg.gnn:
-        cfg.gnn[watching.KEY] = 0
+    for key in watching.KEYS if "gnn" in cfg else ():
+        cfg.gnn.setdefault(key, 0)
 
 
 def register_keys() -> None:
@@ -90,7 +90,8 @@ def forget_keys() -> None:
         for key in KEYS if cfg is not None and section in cfg else ():
             cfg[section].pop(key, None)
     if cfg is not None:
-        cfg.gnn.pop(watching.KEY, None)
+        for key in watching.KEYS:
+            cfg.gnn.pop(key, None)
 
 
 def _refuse_unknown_keys(stock: Stock, cfg: Any, args: Any) -> Any:
@@ -187,7 +188,7 @@ def _parse(key: str, text: str) -> AttentionConfig:
 def _check_when_merged(adapter: Adapter, stock: Stock, cfg: Any) -> None:
     """load_cfg calls assert_cfg last: before a main deletes the folder of the previous run and reads the data."""
     stock(cfg)
-    watching.every(cfg)
+    watching.read(cfg)
     asked, mode = requested(cfg), cfg.train.get("mode", "standard")  # of GraphGPS only
     processes = int(os.environ.get("WORLD_SIZE", 1))
     if asked and mode == "custom" and processes > 1:

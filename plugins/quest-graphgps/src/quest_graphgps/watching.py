@@ -1,4 +1,4 @@
-"""The key `gnn.watch_attention`: the logs of GraphGym and GraphGPS hold each epoch's largest logit and entropy."""
+"""The keys `gnn.watch_attention`, by which the logs hold each epoch's largest logit and entropy, and `gnn.qk_clip`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quest_core import Watch
 from quest_core.errors import ConfigError
 from quest_core.hosts.patching import Patches
 
-KEY = "watch_attention"
+KEYS = {"watch_attention": "measure every n-th batch with", "qk_clip": "clip logits above"}
 _current: list[Watch] = []  # of the model that was built last; GraphGym trains one after the other
 
 
@@ -21,19 +21,25 @@ def install(patches: Patches) -> None:
         patches.around(logger, "update_stats", _add)
 
 
-def every(cfg: Any) -> int:
-    """Return the number of batches from one measurement to the next, 0 for none; raise ConfigError for other values."""
-    found = cfg.gnn.get(KEY) or 0
-    if type(found) is not int or found < 0:
-        raise ConfigError(f"gnn.{KEY} is {found!r}; measure every n-th batch with a whole number, or none with 0")
-    return found
+def read(cfg: Any) -> tuple[int, int]:
+    """Return the batches from one measurement to the next, and the threshold of QK-clip; 0 for none.
+
+    Raises:
+        ConfigError: one of them is not a whole number, or negative.
+    """
+    every, clip = (cfg.gnn.get(key) or 0 for key in KEYS)
+    for (key, words), found in zip(KEYS.items(), (every, clip), strict=True):
+        if type(found) is not int or found < 0:
+            raise ConfigError(f"gnn.{key} is {found!r}; {words} a whole number, or none with 0")
+    return every, clip
 
 
 def begin(model: nn.Module, cfg: Any) -> None:
     """Watch a model that was built from a config, if the config says so; InjectionError if it has no attention."""
     _current.clear()
-    if every(cfg):
-        _current.append(Watch(model, every=every(cfg)))
+    every, clip = read(cfg)
+    if every or clip:
+        _current.append(Watch(model, every=every or 100, clip=clip or None))
 
 
 def _add(update: Callable[..., None], logger: Any, *arguments: Any, **stats: Any) -> None:

@@ -19,16 +19,16 @@ class WatchAttention(Hook):  # type: ignore[misc]
     too. Choose `every` as the interval of the LoggerHook, or a divisor.
 
     Args:
-        every: as for :class:`quest_core.Watch`.
+        every, clip: as for :class:`quest_core.Watch`.
     """
 
-    def __init__(self, every: int = 100) -> None:
-        self.every = every
+    def __init__(self, every: int = 100, clip: float | None = None) -> None:
+        self.every, self.clip = every, clip
         self.watch: Watch | None = None
 
     def before_train(self, runner: Any) -> None:
         model = runner.model.module if is_model_wrapper(runner.model) else runner.model
-        self.watch = Watch(model, every=self.every)
+        self.watch = Watch(model, every=self.every, clip=self.clip)
 
     def after_train_iter(self, runner: Any, *_: Any, **__: Any) -> None:
         assert self.watch is not None  # the runner begins first

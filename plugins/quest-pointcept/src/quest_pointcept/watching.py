@@ -27,17 +27,17 @@ def register() -> None:
         layer too.
 
         Args:
-            every: as for :class:`quest_core.Watch`.
+            every, clip: as for :class:`quest_core.Watch`.
         """
 
-        def __init__(self, every: int = 100) -> None:
-            self.every = every
+        def __init__(self, every: int = 100, clip: float | None = None) -> None:
+            self.every, self.clip = every, clip
             self.watch: Watch | None = None
 
         def before_epoch(self) -> None:  # and not before_train, in which a checkpoint may be loaded
             if self.watch is None:
                 model = self.trainer.model
-                self.watch = Watch(getattr(model, "module", model), every=self.every)
+                self.watch = Watch(getattr(model, "module", model), every=self.every, clip=self.clip)
 
         def after_step(self) -> None:
             assert self.watch is not None  # the trainer begins first

@@ -23,18 +23,18 @@ class WatchCallback(TrainerCallback):
     TensorBoard, W&B, ... Choose `every` as `logging_steps`, or a multiple.
 
     Args:
-        every, example: as for :class:`quest_core.Watch`.
+        every, example, clip: as for :class:`quest_core.Watch`.
     """
 
-    def __init__(self, every: int = 100, example: Any = None) -> None:
-        self.every, self.example = every, example
+    def __init__(self, every: int = 100, example: Any = None, clip: float | None = None) -> None:
+        self.every, self.example, self.clip = every, example, clip
         self.watch: Watch | None = None
         self.values: dict[str, float] = {}
         # Trainer's own callbacks write the log before this one is asked.
         PATCHES.around("transformers.trainer:Trainer", "log", _log)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        self.watch = Watch(model, every=self.every, example=self.example)
+        self.watch = Watch(model, every=self.every, example=self.example, clip=self.clip)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         assert self.watch is not None  # Trainer begins first

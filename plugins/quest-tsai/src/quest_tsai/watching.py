@@ -20,14 +20,14 @@ class WatchAttention(Callback):  # type: ignore[misc]
     logit and the mean entropy of the epoch's latest measurement. Layers and heads stand in ``watch.history``.
 
     Args:
-        every, example: as for :class:`quest_core.Watch`.
+        every, example, clip: as for :class:`quest_core.Watch`.
     """
 
     order = 60  # after the Recorder
 
-    def __init__(self, every: int = 100, example: Any = None) -> None:
+    def __init__(self, every: int = 100, example: Any = None, clip: float | None = None) -> None:
         super().__init__()
-        self.every, self.example = every, example
+        self.every, self.example, self.clip = every, example, clip
         self.watch: Watch | None = None
 
     def after_create(self) -> None:
@@ -39,7 +39,7 @@ class WatchAttention(Callback):  # type: ignore[misc]
         return math.nan if self.watch is None else self.watch.totals().get(name, math.nan)
 
     def before_fit(self) -> None:
-        self.watch = Watch(self.learn.model, every=self.every, example=self.example)
+        self.watch = Watch(self.learn.model, every=self.every, example=self.example, clip=self.clip)
 
     def after_batch(self) -> None:
         if self.training and self.watch is not None:
