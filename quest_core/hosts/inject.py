@@ -173,6 +173,12 @@ class Request:
         inject(model, adapter=adapter, fresh=fresh, **vars(self))[1].announce()
 
 
+def check_flag(name: str, value: object) -> None:
+    """Raise ConfigError if a flag is not a bool; a text is true in Python."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; write True or False")
+
+
 def inject(
     model: nn.Module,
     attention: AttentionSpec,
@@ -219,9 +225,8 @@ def inject(
         PluginError: the named plugin is missing or not ok.
     """
     config = AttentionConfig.parse(attention)
-    for name, value in (("fresh", fresh), ("allow_partial", allow_partial)):
-        if not isinstance(value, bool):  # a text is true in Python
-            raise ConfigError(f"{name} is {value!r}; write True or False")
+    check_flag("fresh", fresh)
+    check_flag("allow_partial", allow_partial)
     _refuse_wrapped(model)
     if config.initial_norms and not fresh:
         raise ConfigError(

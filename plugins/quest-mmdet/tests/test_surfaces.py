@@ -16,6 +16,7 @@ from mmengine.config import Config
 from mmengine.runner import Runner
 
 import quest_core
+from devtools.wrong import WRONG
 from quest_core.errors import CheckpointError, ConfigError, InjectionError, UnsupportedError
 from quest_mmdet.adapter import TYPES, MmdetAdapter
 from quest_suites.mmdet import objects
@@ -98,7 +99,7 @@ def test_a_backbone_has_an_attention_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"attention": "quset"}, ConfigError, "quset"),
+        *(({"attention": None, **options}, ConfigError, said) for options, said in WRONG),
         ({"attentoin": "quest", "attention": "quest"}, ConfigError, "did you mean 'attention'"),
         ({"attention": "quest", "kv_heads": 2}, ConfigError, "has no option 'kv_heads'"),
         ({"type": "DeformableDETR"}, ConfigError, re.escape("write model.type='quest_mmdet.DeformableDETR' too")),

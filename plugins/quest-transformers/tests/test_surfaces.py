@@ -11,6 +11,7 @@ import transformers as hf
 from models import BERT, CAUSAL, CLASSES, CONFIGS, LLAMA, SEQ2SEQ_MODELS, SITES, build, inputs
 
 import quest_core
+from devtools.wrong import WRONG
 from quest_core import AttentionConfig, AttentionMismatchWarning, CheckpointError, ConfigError, Mechanism
 from quest_core.errors import InjectionError, UnsupportedError
 from quest_transformers import TransformersAdapter
@@ -329,6 +330,37 @@ def test_a_mapping_is_an_attention_or_an_error_and_never_ignored(given, late):
         assert put(given).config.attention == str(AttentionConfig.parse(given))
     with pytest.raises(ConfigError, match="'visoin_config' is not a part of LlamaConfig"):
         put({"visoin_config": "quest"})
+
+
+HERE = [
+    ({"attention": "quest_core"}, "did you mean 'quest'"),
+    ({"attention": "Quest"}, "did you mean 'quest'"),
+    ({"attention": {"nme": "quest"}}, "'nme' is not a part of LlamaConfig"),
+    ({"attention": {"encodr": "quest"}}, "'encodr' is not a part of LlamaConfig; did you mean 'encoder'"),
+    ({"attention": {"vision_config": "quest"}}, "'vision_config' is not a part of LlamaConfig"),
+    ({"attention": {"decoder": "quest"}}, "lacks encoder, cross"),
+    ({"attention": {"encoder": "qwest", "decoder": "quest", "cross": "quest"}}, "did you mean 'quest'"),
+    ({"attention": "encoder=quest;decoder=quest"}, "lacks cross"),
+    ({"attention": "quest", "allow_partial": "yes"}, "allow_partial is 'yes'; write True or False"),
+    ({"attention": "quest", "attention_from": "standrad"}, "did you mean 'standard'"),
+    ({"attention": "quest(scale=-1)"}, "option 'scale' is -1"),
+    ({"attention": "encoder:quest"}, "cannot be read"),
+    ({"attention_from": "quest"}, "neither attn_implementation nor the checkpoint names an attention"),
+]
+OWN_WORDS = ("cannot be read", "has no 'name'", "allow_partial", "attention_from")
+"""Parts of rows that transformers refuses in its own words, that mean no part of a config, or that `HERE` has."""
+WRONG_HERE = [*(pair for pair in WRONG if not any(word in f"{pair}" for word in OWN_WORDS)), *HERE]
+
+
+@pytest.mark.parametrize(("options", "said"), WRONG_HERE, ids=str)
+def test_a_wrong_option_is_one_error(options, said, tmp_path):
+    build("llama").save_pretrained(tmp_path)
+    given = {"attn_implementation" if key == "attention" else key: value for key, value in options.items()}
+    with pytest.raises(ConfigError, match=said):
+        hf.AutoModelForCausalLM.from_pretrained(tmp_path, **given)
+    if "attention_from" not in given:  # an option of from_pretrained
+        with pytest.raises(ConfigError, match=said):
+            hf.AutoModelForCausalLM.from_config(CONFIGS["llama"](), **given)
 
 
 @pytest.mark.parametrize("given", [{"name": "quest+gqa", "kv_heads": 1}, {"": "quest"}, "quest+softmax"])

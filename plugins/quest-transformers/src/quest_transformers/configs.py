@@ -64,7 +64,14 @@ def _is_constructing(frame: FrameType) -> bool:
 
 
 def as_text(config: Any, value: Any) -> Any:
-    """A mapping of an attention's options or of roles as text; others, such as one of a config's parts, as they are."""
+    """A mapping of an attention's options or of roles as text; others, such as one of a config's parts, as they are.
+
+    Raises:
+        ConfigError: it is neither text nor a mapping, or a mapping that is not understood.
+    """
+    understood = value is None or isinstance(value, str | Mapping)
+    if not understood:
+        return str(AttentionConfig.parse(value))
     parts = {"", *config.sub_configs}
     unknown = sorted({*value} - parts, key=str) if isinstance(value, Mapping) else []
     if {"name", *ROLES}.intersection(unknown):

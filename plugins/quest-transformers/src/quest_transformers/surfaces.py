@@ -20,7 +20,7 @@ from quest_core.checkpoints import ENTRY, unexpected_entry
 from quest_core.config import STANDARD, AttentionConfig, AttentionSpec
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter
-from quest_core.hosts.inject import REPORT
+from quest_core.hosts.inject import REPORT, check_flag
 from quest_core.hosts.patching import Patches
 from quest_core.mechanism import Mechanism
 
@@ -177,6 +177,7 @@ def _copy_config(stock: Any) -> Any:
 
     @functools.wraps(stock)
     def _from_config(cls: Any, config: Any, *, allow_partial: bool = False, **options: Any) -> Any:
+        check_flag("allow_partial", allow_partial)
         token = _partly.set(allow_partial or _partly.get())
         try:
             made = stock(cls, copy.deepcopy(config) if KEY in options else config, **options)
@@ -275,6 +276,7 @@ def _remember_loading(stock: Any) -> Any:
         example: Any = None,
         **options: Any,
     ) -> Any:
+        check_flag("allow_partial", allow_partial)
         trained = None if attention_from is None else AttentionConfig.parse(attention_from)
         token = _loading.set(Loading(trained, allow_partial, example))
         try:
@@ -303,6 +305,11 @@ def _compare(adapter: Adapter, stock: Any) -> Any:
             return stock(model, state_dict, checkpoint_files, *arguments, **options)
         loading = _loading.get() or Loading(None, False)
         stored = entries_in(state_dict, checkpoint_files)
+        if loading.attention_from and not stored and not any(map(attention_of, parts_of(model.config))):
+            raise ConfigError(
+                f"attention_from='{loading.attention_from}' is given, and neither {KEY} nor the checkpoint names an "
+                f"attention; add {KEY}='quest', or leave attention_from out"
+            )
         loading.pending = not fits(model, stored, loading.attention_from, loading)
         if not loading.pending:
             fulfil(adapter, model, fresh=True, loads=True, runs=False, **loading.options)
