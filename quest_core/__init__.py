@@ -30,7 +30,9 @@ from .mechanism import attention as attention
 from .mechanisms.base import Family as Family
 from .mechanisms.base import Grouping as Grouping
 from .mechanisms.base import Normalizer as Normalizer
+from .mechanisms.base import Output as Output
 from .mechanisms.base import Score as Score
+from .mechanisms.base import ScoreMod as ScoreMod
 from .mechanisms.elliptical import chain as chain
 from .multihead import MultiheadAttention as MultiheadAttention
 from .registry import Option as Option

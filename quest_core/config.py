@@ -7,8 +7,8 @@ All of these mean the same::
     '{"name": "quest", "kv_heads": 4}'            # JSON, as a command line passes it
 
 Options are separated by ``,`` or ``;``, because some command lines (mmengine, Pointcept) split values at commas. A name
-is one or more components joined by ``+``, at most one per axis (score, normalizer, grouping); the others are standard,
-softmax and mha. Families (linear, aft-simple, ...) are not combined.
+is one or more components joined by ``+``, at most one per axis (score, normalizer, grouping, score_mod, output). The
+first three are standard, softmax and mha if left out, the last two nothing. Families (linear, ...) are not combined.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from .errors import ConfigError, one_of
 from .mechanisms.base import Dims
-from .registry import Component, find, mechanisms
+from .registry import AXES, Component, find, mechanisms
 
 C = TypeVar("C", bound=Component)
 DEFAULTS = {"score": "standard", "normalizer": "softmax", "grouping": "mha"}
@@ -34,7 +34,7 @@ class AttentionConfig:
     """A validated choice of attention. Build it with :meth:`parse`; equal configurations compare and hash equal.
 
     Attributes:
-        parts: axis -> name, for all three axes, or ``{"family": name}``.
+        parts: axis -> name, for score, normalizer, grouping and what there is of other axes, or ``{"family": name}``.
         options: the options that were given, checked and converted; defaults are not filled in.
     """
 
@@ -74,7 +74,7 @@ class AttentionConfig:
 
     @property
     def family(self) -> str | None:
-        """The family's name, or None for a combination of score, normalizer and grouping."""
+        """The family's name, or None for a combination."""
         return dict(self.parts).get("family")
 
     @property
@@ -82,7 +82,7 @@ class AttentionConfig:
         """The shortest name that means this choice of parts: 'quest', 'quest+gqa', 'standard'."""
         if self.family:
             return self.family
-        chosen = [name for axis, name in self.parts if DEFAULTS[axis] != name]
+        chosen = [name for axis, name in self.parts if DEFAULTS.get(axis) != name]
         return "+".join(chosen) or DEFAULTS["score"]
 
     def __getitem__(self, axis: str) -> str:
@@ -90,7 +90,7 @@ class AttentionConfig:
 
     @property
     def components(self) -> tuple[type[Component], ...]:
-        """The classes of its score, normalizer and grouping, or of its family."""
+        """The classes of its parts: first the score, then the normalizer and the grouping; or the family."""
         return tuple(find(name) for _, name in self.parts)
 
     def option(self, key: str) -> Any:
@@ -206,6 +206,7 @@ def _validate(names: list[str], options: dict[str, Any]) -> AttentionConfig:
         if "grouping" not in chosen and options.keys() & {"kv_heads", "ratio"}:
             chosen["grouping"] = find("gqa")
         chosen = {axis: find(name) for axis, name in DEFAULTS.items()} | chosen
+        chosen = {axis: chosen[axis] for axis in AXES if axis in chosen}
     elif len(chosen) > 1:
         others = ", ".join(f"'{component.name}'" for axis, component in chosen.items() if axis != "family")
         raise ConfigError(

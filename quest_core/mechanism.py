@@ -65,7 +65,8 @@ class Mechanism(CheckpointGuard):
         hides_by_infinity: set by an adapter whose additive masks hide by −inf only; then they are not searched for
             lowest finite values.
         takes_unit_keys: whether `forward` may be given unit keys.
-        family: computes everything (linear, cosine, the AFTs); if None, `score`, `normalizer` and `grouping` do.
+        family: computes everything (linear, cosine, the AFTs); if None, `score`, `normalizer` and `grouping` do, and
+            `score_mod` and `output` where there are any.
         monitor: the :class:`quest_core.Monitor` that watches it, or None; copies have none.
         head_share: (rank, world size) if tensor parallelism splits the heads, else (0, 1).
     """
@@ -110,7 +111,7 @@ class Mechanism(CheckpointGuard):
         self.dims = dims
         self.reads = frozenset(itertools.chain.from_iterable(part.reads for part in parts))
         self.chained = any(part.chained for part in parts)
-        self.fused = any(part.fused for part in parts)
+        self.fused = all(part.fused for part in parts if part.axis not in ("score", "grouping"))
         self.on_grid = any(part.on_grid for part in parts)
         self.unit_keys = any(part.unit_keys for part in parts)
         self.takes_unit_keys = self.unit_keys and not any(part.reads for part in parts if part.axis != "normalizer")
@@ -119,6 +120,7 @@ class Mechanism(CheckpointGuard):
         shared = any(part.reshapes for part in parts) if dims is None else dims.kv_heads < dims.num_heads
         self._shares = grouping is not None and not self._chooses and shared
         self._perturbs = grouping is not None and grouping.needs_weights
+        self._around = [part.axis for part in parts if part.axis in ("score_mod", "output")]
         self._learns = any(part.learnable for part in parts)
         self._no_causal = [f"'{part.name}' cannot be causal: {part.causal_reason}" for part in parts if not part.causal]
         self._no_cache = [part.name for part in parts if not part.cached]
@@ -189,6 +191,8 @@ class Mechanism(CheckpointGuard):
             k, v = k.index_select(1, head), v.index_select(1, head)
         if self._perturbs:
             normalizer = functools.partial(normalizer, perturb=self.grouping.perturb)
+        for axis in self._around:
+            normalizer = functools.partial(self._modules[axis], normalizer)  # type: ignore[misc]
         return normalizer, q, k, v, scale
 
     def __prepare_scriptable__(self) -> NoReturn:
@@ -282,9 +286,9 @@ class Mechanism(CheckpointGuard):
         """Return the logits [B, H, N, M] before any mask, for q [B, H, N, D] and k [B, G, M, D] in equal groups.
 
         Raises:
-            UnsupportedError: the score looks at more than queries and keys.
+            UnsupportedError: the logits depend on more than queries and keys.
         """
-        if self.family is not None or self.chained:
+        if self.family is not None or self.chained or "score_mod" in self._around:
             raise UnsupportedError(f"attention '{self.config}' has no logits that queries and keys determine")
         grouped = q.shape[1] != k.shape[1]
         q, k, scale = self.score(q, k, k, mask=None, is_causal=False)

@@ -21,7 +21,7 @@ from torch import nn
 
 from .errors import ConfigError, one_of
 
-AXES = ("score", "normalizer", "grouping", "family")
+AXES = ("score", "normalizer", "grouping", "score_mod", "output", "family")
 
 READS = {
     "tokens": "several tokens, outside of scaled_dot_product_attention",
@@ -85,7 +85,7 @@ class Option:
 
 
 class Component(nn.Module):
-    """Base of Score, Normalizer, Grouping and Family; its class attributes are the promises of a mechanism.
+    """Base of the classes in `mechanisms.base`; its class attributes are the promises of a mechanism.
 
     The defaults promise nothing: core raises UnsupportedError for anything that is not promised, so a mechanism with
     the defaults is safe, but most hosts do not accept it. A subclass inherits the promises of its base.
@@ -124,7 +124,8 @@ class Component(nn.Module):
     reshapes: ClassVar[bool] = False
     """Changes the shape of the host's projections."""
     fused: ClassVar[bool] = False
-    """Normalizer: is the softmax of `scaled_dot_product_attention`, so a fused kernel may replace it."""
+    """Normalizer: is the softmax of `scaled_dot_product_attention`, so a fused kernel may replace it. ScoreMod, Output:
+    leaves it so."""
     unit_keys: ClassVar[bool] = False
     """Score: prepares keys as k/‖k‖, so that a host's cache may hold those."""
     chained: ClassVar[bool] = False
@@ -144,6 +145,11 @@ class Component(nn.Module):
         """Return the first line of the class docstring, without its period."""
         return (cls.__doc__ or "").strip().partition("\n")[0].removesuffix(".")
 
+    @classmethod
+    def leaves_softmax(cls) -> bool:
+        """Whether a host's own call of softmax attention computes it, given what the score prepares."""
+        return cls.axis in ("score", "grouping") or (cls.axis == "normalizer" and cls.fused)
+
 
 C = TypeVar("C", bound=type[Component])
 _NAME = re.compile(r"[A-Za-z][\w.-]*", re.ASCII)
@@ -151,7 +157,7 @@ _mechanisms: dict[str, type[Component]] = {}
 
 
 def register(name: str, *, source: str, options: tuple[Option, ...] = ()) -> Callable[[C], C]:
-    """Return a class decorator that makes a Score, Normalizer, Grouping or Family available as ``attention=name``.
+    """Return a class decorator that makes a subclass of Component available as ``attention=name``.
 
     Args:
         name: ASCII letters, digits, dots, hyphens and underscores, starting with a letter.
@@ -165,7 +171,7 @@ def register(name: str, *, source: str, options: tuple[Option, ...] = ()) -> Cal
     def decorate(cls: C) -> C:
         for what, fits, expected in (
             ("name", _NAME.fullmatch(name), "letters, digits, '.', '-' and '_', starting with a letter"),
-            ("base class", hasattr(cls, "axis"), "Score, Normalizer, Grouping or Family"),
+            ("base class", hasattr(cls, "axis"), "Score, Normalizer, Grouping, ScoreMod, Output or Family"),
             ("name", "name" not in vars(cls), f"new; {cls.__name__} is registered already, so make a subclass"),
             ("reads", isinstance(cls.reads, tuple) and set(cls.reads) <= {*READS}, f"a tuple of {', '.join(READS)}"),
             ("cached", cls.causal or not cls.cached, "for causal mechanisms only; declare causal = True too"),

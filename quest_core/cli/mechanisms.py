@@ -12,6 +12,8 @@ AXIS_TITLES = {
     "score": "Scores: how queries and keys meet",
     "normalizer": "Normalizers: logits to weights",
     "grouping": "Groupings: which key/value head a query head uses",
+    "score_mod": "Score mods: what happens to logits before they are normalized",
+    "output": "Outputs: what happens to the output of each head",
     "family": "Families that never form the weights",
 }
 

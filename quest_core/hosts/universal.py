@@ -457,8 +457,8 @@ def beyond_operands(config: AttentionConfig, *, softmax: bool = True) -> str | N
             return f"'{part.name}' chooses key/value heads, and the host's own code does"
         if part.axis == "score" and part.reads:
             return f"'{part.name}' reads more than a query and a key"
-        if part.axis == "normalizer" and softmax and not part.fused:
-            return f"'{part.name}' takes the place of a softmax inside the host's function"
+        if not part.leaves_softmax() and (softmax or part.axis != "normalizer"):
+            return f"'{part.name}' acts inside the host's own code, around its softmax"
     return None
 
 

@@ -18,4 +18,6 @@ from .base import Dims as Dims
 from .base import Family as Family
 from .base import Grouping as Grouping
 from .base import Normalizer as Normalizer
+from .base import Output as Output
 from .base import Score as Score
+from .base import ScoreMod as ScoreMod

@@ -2,7 +2,8 @@
 
 A mechanism is score × normalizer × grouping. The score prepares queries and keys so that the logits are
 ``scale · q kᵀ``; the normalizer turns logits into weights and applies them to the values; the grouping says which
-key/value head a query head uses.
+key/value head a query head uses. Around the normalizer there may be a ScoreMod, which changes the logits, and an
+Output, which changes what comes out.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ..cache import Cache
 from ..compat import size
-from ..ops import apply_weights, block_rows, drop, in_blocks, logits, merge_causal
+from ..ops import apply_weights, block_rows, drop, in_blocks, logits, merge_causal, merge_masks
 from ..registry import Component
 
 
@@ -115,11 +116,12 @@ class Normalizer(Component):
         grouped: bool,
         residual: Tensor | None = None,
         perturb: Callable[[Tensor, int, Tensor | None], Tensor] | None = None,
+        change: Callable[[Tensor], Tensor] | None = None,
         need_weights: bool = False,
     ) -> Any:
         """Return the output [B, H, N, Dv] by the plain formula; `is_causal` means that query i sees keys j ≤ i + M − N.
 
-        A subclass that overrides this method takes the last three arguments as ``**plain``, and returns
+        A subclass that overrides this method takes the last four arguments as ``**plain``, and returns
         ``super().forward(...)`` if there are any.
 
         Args:
@@ -131,12 +133,14 @@ class Normalizer(Component):
             grouped: H/G consecutive query heads share a key/value head; False means G = H.
             residual: added to the logits [B, H, N, M].
             perturb: `Grouping.perturb`, if the grouping changes the weights.
+            change: `ScoreMod.change`, if there is one that changes the logits.
             need_weights: return (output, weights after dropout [B, H, N, M], logits [B, H, N, M]) instead.
         """
 
         def formula(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
             mask = merge_causal(mask, q.shape[2], k.shape[2], q.device) if is_causal else mask
             scores = logits(q, k, scale, grouped, residual)
+            scores = scores if change is None else change(scores)
             weights = self.weights(scores, mask)
             weights = drop(weights if perturb is None else perturb(weights, k.shape[1], mask), dropout_p)
             out = apply_weights(weights, v, grouped)
@@ -205,6 +209,68 @@ class Grouping(Component):
 
     def reference_weights(self, weights: Tensor, kv_heads: int, seen: Tensor) -> Tensor:
         """Return `perturb` by the plain formula; `seen` [B, H, N, M] says where a query sees a key."""
+        raise NotImplementedError
+
+
+class ScoreMod(Component):
+    """What happens to logits before they are normalized, as a `score_mod` of flex_attention: a cap, a bias by position.
+
+    A subclass overrides `change`, for which the logits are formed; or it overrides `bias`, which a fused kernel takes
+    as a mask, and declares `fused`.
+    """
+
+    axis = "score_mod"
+    dropout = compares = True
+
+    def __init__(self, dims: Dims | None) -> None:
+        super().__init__()
+
+    def forward(
+        self, normalizer: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, **how: Any
+    ) -> Any:
+        """Return what `normalizer` does with the changed logits; arguments as in `Normalizer.forward`."""
+        if not self.fused:
+            return normalizer(q, k, v, mask=mask, change=self.change, **how)
+        return normalizer(q, k, v, mask=merge_masks(mask, self.bias(q, k)), **how)
+
+    def change(self, logits: Tensor) -> Tensor:
+        """Return the changed logits [B, H, N, M], which masks have not touched."""
+        raise NotImplementedError
+
+    def bias(self, q: Tensor, k: Tensor) -> Tensor:
+        """Return what is added to the logits, [1 or B, 1 or H, N, M], in the type of q.
+
+        q [B, H, N, D] are the last N of the tokens k [B, G, M, D], as the score prepared them.
+        """
+        raise NotImplementedError
+
+    def reference(self, logits: Tensor) -> Tensor:
+        """Return the changed logits [B, H, N, M] by the plain formula."""
+        raise NotImplementedError
+
+
+class Output(Component):
+    """What happens to the output of each head, before the host joins the heads."""
+
+    axis = "output"
+    dropout = compares = fused = True
+
+    def __init__(self, dims: Dims | None) -> None:
+        super().__init__()
+
+    def forward(self, normalizer: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Any:
+        """Return what `normalizer` returns, its output changed; arguments as in `Normalizer.forward`."""
+        found = normalizer(q, k, v, **how)
+        if how.get("need_weights"):
+            return self.change(found[0], v), *found[1:]
+        return self.change(found, v)
+
+    def change(self, out: Tensor, v: Tensor) -> Tensor:
+        """Return the changed output [B, H, N, Dv]; v [B, G, M, Dv] are the values, one head for H/G query heads."""
+        raise NotImplementedError
+
+    def reference(self, out: Tensor, v: Tensor) -> Tensor:
+        """Return the changed output [B, H, N, Dv] by the plain formula; v is [B, H, M, Dv]."""
         raise NotImplementedError
 
 

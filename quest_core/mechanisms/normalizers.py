@@ -29,7 +29,7 @@ class Softmax(Normalizer):
     The sum is over the visible keys; scaled_dot_product_attention computes it.
     """
 
-    causal = cross = cached = dropout = fused = True
+    causal = cross = cached = dropout = fused = rowwise = True
     reads = ()
 
     def forward(

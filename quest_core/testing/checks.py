@@ -191,7 +191,7 @@ def shapes(t: Trial) -> None:
                 raise Wrong(f"{given}: the output has shape {list(out.shape)}")
             if not out.isfinite().all():
                 raise Wrong(f"{given}: the output is not finite")
-    if t.config.family is None and not t.chained:
+    if t.config.family is None and not t.chained and "output" not in dict(t.config.parts):
         q, k, v = t.inputs()
         narrow, whole = t.build()(q, k, v[..., :3]), t.build()(q, k, v)
         equal(narrow, whole[..., :3], "values of 3 features give other outputs than the first 3 of 8")
@@ -271,7 +271,7 @@ def weights(t: Trial) -> None:
     got = normalizer(q, q, q, scale=0.7, mask=None, is_causal=False, dropout_p=0.0, grouped=False)
     found = normalizer.weights(logits, None)
     equal(got, found @ q, "Normalizer.forward with scale=0.7 is not the output of weights()")
-    if any(part.fused for part in t.parts):
+    if normalizer.fused:
         equal(found, logits.softmax(-1), f"the weights are not a softmax. {t.declare('drop fused')}")
     for name, mask in t.masks(TOKENS, TOKENS):
         out, found = made.each(Mechanism.forward_with_weights, q, k, v, attn_mask=mask)
@@ -290,7 +290,8 @@ def masks(t: Trial) -> None:
     seen[..., 2] = seen[0, ..., 5] = False
     out, plain = made(q, k, v, attn_mask=seen), made(q, k, v)
     other = made(q, changed(k, 2, 2), changed(v, 2, 2), attn_mask=seen)
-    equal(other, out, "a key that the mask hides changes the output")
+    rest = [i for i in range(TOKENS) if i != 2 or "unseen" not in t.reads]
+    equal(other[:, :, rest], out[:, :, rest], "a key that the mask hides changes the output")
     none, bias = torch.zeros(2, 1, 1, TOKENS).double(), torch.randn(2, 1, 1, TOKENS).double()
     additive = none.masked_fill(~seen, -math.inf)
     equal(made(q, k, v, attn_mask=additive), out, "an additive mask of −inf differs from a boolean one")

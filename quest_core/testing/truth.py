@@ -13,13 +13,13 @@ from torch import Tensor
 
 from ..config import AttentionConfig
 from ..mechanism import Mechanism
-from ..mechanisms.base import Family, Grouping, Normalizer, Score
+from ..mechanisms.base import Family, Grouping, Normalizer, Output, Score, ScoreMod
 from ..mechanisms.naive import hidden, visible
 
 
 def missing(config: AttentionConfig) -> list[str]:
     """Return the names of the components of an attention that have no reference."""
-    bases = (Score.reference, Normalizer.reference, Grouping.reference, Family.reference)
+    bases = [base.reference for base in (Score, Normalizer, Grouping, ScoreMod, Output, Family)]
     return [part.name for part in config.components if getattr(part, "reference", None) in bases]
 
 
@@ -50,14 +50,20 @@ def truth(
     if mechanism.family is not None:
         return mechanism.family.reference(q, k, v, seen=seen, bias=bias, is_causal=is_causal), None, None
     head = mechanism.grouping.reference(k, heads, seen)
-    logits = mechanism.score.reference(q, k, v, head=head, seen=seen) + bias
+    logits = mechanism.score.reference(q, k, v, head=head, seen=seen)
     logits = logits if residual is None else logits + residual
+    if (score_mod := getattr(mechanism, "score_mod", None)) is not None:
+        logits = score_mod.reference(logits)
+    logits = logits + bias
     weights = mechanism.normalizer.reference(logits, seen)
     if mechanism.grouping.needs_weights:
         weights = mechanism.grouping.reference_weights(weights, groups, seen)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         logits = logits.masked_fill(hidden(attn_mask), -math.inf)
-    return weights @ v[:, head], weights, logits
+    out = weights @ v[:, head]
+    if (output := getattr(mechanism, "output", None)) is not None:
+        out = output.reference(out, v[:, head])
+    return out, weights, logits
 
 
 def exact(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any, Any]:

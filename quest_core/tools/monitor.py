@@ -346,7 +346,9 @@ class Layer:
         mask = functools.reduce(merge_masks, masks) if masks else None
         q, k, scale = *args[:2], self.mechanism.score.scale(args[0].shape[-1])
         shape = (*q.shape[:3], k.shape[2])
-        self._count(Call(raw_q, raw_k, mask, is_causal, shape, self._formed(q, k, scale), (q, scale)))
+        form, change = self._formed(q, k, scale), kwargs.get("change")
+        changed = form if change is None else lambda samples, rows: change(form(samples, rows))
+        self._count(Call(raw_q, raw_k, mask, is_causal, shape, changed, (q, scale)))
 
     def _taken_raw(self) -> tuple[Tensor, Tensor, bool]:
         """Return q, k and is_causal as the score got them, and forget them."""

@@ -34,7 +34,7 @@ class EdgeAttention(HostAttention, TransformerConv):  # type: ignore[misc]
     @classmethod
     def refuses(cls, host: Any, path: str, config: AttentionConfig) -> str | None:
         for part in config.components:
-            if part.reads or part.axis == "family" or (part.axis == "normalizer" and not part.fused):
+            if part.reads or not part.leaves_softmax():
                 return f"'{part.name}' needs all keys of a query, and here it meets those of its edges one by one"
         return None
 

@@ -109,8 +109,7 @@ def prepares(config: AttentionConfig) -> bool:
     if config.family is not None:
         return False
     return not any(
-        part.reshapes or part.chained or part.reads or (part.axis == "normalizer" and not part.fused)
-        for part in config.components
+        part.reshapes or part.chained or part.reads or not part.leaves_softmax() for part in config.components
     )
 
 

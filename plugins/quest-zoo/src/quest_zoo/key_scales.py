@@ -1,0 +1,103 @@
+"""What stands between free keys and unit keys: a gain, and norms over a running scale of their head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from quest_core import Option, Score, UnsupportedError, register
+from quest_core.compat import is_recomputing, transform
+from quest_core.mechanisms import Dims, local, naive, unit, wider
+from quest_core.mechanisms.scores import STARTS, Quest
+
+MOMENTUM = 0.01  # the share of a step in the running scale
+BOUND = 8.0  # of r / s_h in fkn
+
+
+@register("quest-gain", source="QUEST, section 2.1, with a gain as in x-transformers' k_rmsnorm", options=STARTS)
+class QuestGain(Quest):
+    """q (γ ⊙ k̄)ᵀ.
+
+    γ has a value per feature and serves all heads. It is applied to the queries, so that caches hold unit keys.
+    """
+
+    learnable = True
+
+    def __init__(self, dims: Dims, *, scale: float | None) -> None:
+        super().__init__(dims, scale=scale)
+        self.gain = nn.Parameter(torch.ones(dims.head_dim))
+
+    def query(self, q: Tensor) -> Tensor:
+        return q * local(self.gain).to(q.dtype)
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, *, head: Tensor, seen: Tensor) -> Tensor:
+        return q @ (self.gain * naive.unit(k))[:, head].mT * self.scale(q.shape[-1])
+
+
+@register("kscale", source="CisnerosCodes, daily-research-lab, 2026", options=STARTS)
+class KeyScale(Score):
+    """q (γ ⊙ k / s_h)ᵀ, s_h the running mean of ‖k‖.
+
+    A key keeps its norm relative to the other keys of its head. s_h moves by a hundredth of the difference per training
+    step, padding included, and the first step sets it. Replicas hold that of their own batches, as in batch norm.
+    """
+
+    causal = cross = cached = learnable = stateful = True
+    reads = ("heads",)  # s_h belongs to one of all heads
+    running: Tensor
+    steps: Tensor
+
+    def __init__(self, dims: Dims, *, scale: float | None) -> None:
+        super().__init__(dims, scale=scale)
+        self.gain = nn.Parameter(torch.ones(dims.head_dim))
+        self.register_buffer("running", torch.ones(dims.kv_heads))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def key(self, k: Tensor) -> Tensor:
+        wide = k.to(wider(k.dtype))
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # [B, G, M, 1]
+        return (self.sized(wide, norm / self.scale_of(norm)) * local(self.gain)).to(k.dtype)
+
+    def sized(self, k: Tensor, ratio: Tensor) -> Tensor:
+        """Return k [B, G, M, D] with a norm that follows from ratio [B, G, M, 1], ‖k‖ / s_h."""
+        return unit(k) * ratio
+
+    def scale_of(self, norm: Tensor) -> Tensor:
+        """Return s_h [G, 1, 1] of before this step, or of it if it is the first; count it in training."""
+        before = self.running.to(norm.dtype)
+        if self.training and not is_recomputing():
+            if (active := transform()) is not None:
+                raise UnsupportedError(f"attention '{self.name}' counts norms while training, which {active} forbids")
+            now = norm.detach().mean((0, 2, 3))  # [G]
+            before = torch.where(self.steps == 0, now, before)
+            with torch.no_grad():
+                self.running.copy_(torch.lerp(before, now, MOMENTUM))
+                self.steps.add_(1)
+        return torch.where(before > 0, before, 1)[:, None, None]
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, *, head: Tensor, seen: Tensor) -> Tensor:
+        k = k / self.running[:, None, None] * self.gain
+        return q @ k[:, head].mT * self.scale(q.shape[-1])
+
+
+ALPHA = Option("alpha", float, 0.5, "starting value of α_h; 0 is unit keys, 1 is kscale", starts="own")
+
+
+@register("fkn", source="CisnerosCodes, daily-research-lab, 2026", options=(*STARTS, ALPHA))
+class FractionalKeyNorm(KeyScale):
+    """q (γ ⊙ k̄ clamp(‖k‖ / s_h, 1/8, 8)^α_h)ᵀ.
+
+    α_h is learnable for each key head, and s_h is that of `kscale`.
+    """
+
+    def __init__(self, dims: Dims, *, scale: float | None, alpha: float) -> None:
+        super().__init__(dims, scale=scale)
+        self.alpha = nn.Parameter(torch.full((dims.kv_heads,), alpha))
+
+    def sized(self, k: Tensor, ratio: Tensor) -> Tensor:
+        return unit(k) * ratio.clamp(1 / BOUND, BOUND).pow(local(self.alpha).to(k.dtype)[:, None, None])
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, *, head: Tensor, seen: Tensor) -> Tensor:
+        ratio = k.square().sum(-1, keepdim=True).sqrt() / self.running[:, None, None]
+        k = naive.unit(k) * ratio.clamp(1 / BOUND, BOUND) ** self.alpha[:, None, None] * self.gain
+        return q @ k[:, head].mT * self.scale(q.shape[-1])
