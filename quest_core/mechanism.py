@@ -192,7 +192,7 @@ class Mechanism(CheckpointGuard):
         if self._perturbs:
             normalizer = functools.partial(normalizer, perturb=self.grouping.perturb)
         for axis in self._around:
-            normalizer = functools.partial(self._modules[axis], normalizer)  # type: ignore[misc]
+            normalizer = functools.partial(self._modules[axis], normalizer)  # type: ignore[arg-type, misc]
         return normalizer, q, k, v, scale
 
     def __prepare_scriptable__(self) -> NoReturn:

@@ -215,7 +215,7 @@ class Grouping(Component):
 class ScoreMod(Component):
     """What happens to logits before they are normalized, as a `score_mod` of flex_attention: a cap, a bias by position.
 
-    A subclass overrides `change`, for which the logits are formed; or it overrides `bias`, which a fused kernel takes
+    A subclass overrides `change`, which forms the logits; or it overrides `bias`, which a fused kernel takes
     as a mask, and declares `fused`.
     """
 

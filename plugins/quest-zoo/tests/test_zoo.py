@@ -16,6 +16,8 @@ from quest_core.testing.truth import exact
 
 ZOO = [name for name, part in mechanisms().items() if owner(part).startswith("quest-zoo ")]
 WIDE = [*ZOO, "quest+sink", "quest+softmax1+gqa(kv_heads=2)", "entmax(alpha=2)", "entmax(alpha=1.1)", "ssmax+sink"]
+WIDE += ["quest+sink+xsa", "quest+softpick+alibi", "gqa(kv_heads=2)+alibi+xsa", "sinkhorn+softcap(cap=2)+xsa(alpha=0.5)"]
+FORMED = {"entmax", "softpick", "softcap"}  # weights are formed
 SLOW = {"compiles", "devices", "dropout"}
 
 
@@ -38,10 +40,14 @@ def test_outputs_and_gradients_are_those_of_the_reference(spec: str, is_causal: 
     groups = made.dims.kv_heads
     q, k, v = (3 * torch.randn(2, heads, 70, 16, dtype=torch.float64) for heads in (4, groups, groups))
     inputs = [x.requires_grad_() for x in (q, k, v)] + list(made.parameters())
+    if is_causal and not all(part.causal for part in made.config.components):
+        with pytest.raises(quest_core.UnsupportedError, match="cannot be causal"):
+            made(q, k, v, is_causal=True)
+        return
     how = {"is_causal": is_causal, "attn_mask": torch.randn(2, 1, 1, 70).double() if masked else None}
     with Fused() as fused:
         out = made(q, k, v, **how)
-    assert bool(fused.calls) == ("entmax" not in spec and "softpick" not in spec)
+    assert bool(fused.calls) == FORMED.isdisjoint(part.name for part in made.config.components)
     want = exact(made, q, k, v, **how)[0]
     torch.testing.assert_close(out, want, rtol=1e-9, atol=1e-9)
     upstream = torch.randn_like(out)
@@ -96,3 +102,40 @@ def test_it_is_listed_and_trains_in_a_model(capsys: pytest.CaptureFixture[str]) 
         model, report = quest_core.inject(model, name)
         assert len(report.replacements) == 1
         model(torch.randn(2, 9, 32)).square().mean().backward()
+
+
+def test_parts_are_named_in_any_order() -> None:
+    config = quest_core.AttentionConfig.parse("xsa+softcap(cap=30)+quest")
+    assert str(config) == "quest+softcap+xsa(cap=30.0)"
+    assert config == quest_core.AttentionConfig.parse("quest+xsa+softcap(cap=30)")
+    with pytest.raises(quest_core.ConfigError, match="two choices for the score_mod: 'alibi' and 'softcap'"):
+        quest_core.AttentionConfig.parse("alibi+softcap")
+
+
+@pytest.mark.parametrize("name", ["softcap(cap=0.3)", "alibi", "sigmoid+alibi", "sink+softcap(cap=0.3)+xsa"])
+def test_what_is_watched_is_what_is_computed(name: str) -> None:
+    """The Monitor and the maps see logits and weights as a score mod leaves them."""
+    layer = quest_core.Attention(32, 4, name)
+    x = 2 * torch.randn(2, 9, 32)
+    with quest_core.Monitor(layer) as monitor:
+        layer(x)
+    q, k, v = (p(x).unflatten(-1, (4, 8)).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    _, weights, logits = layer.mechanism.forward_with_logits(q, k, v)
+    (maps,) = quest_core.attention_maps(layer, x).values()
+    torch.testing.assert_close(maps, weights)
+    (row,) = monitor.collect().values()
+    torch.testing.assert_close(torch.as_tensor(row["max_logit"]).float().flatten(), logits.amax((0, 2, 3)))
+    share = weights / weights.sum(-1, keepdim=True)
+    entropy = -(share * share.log()).sum(-1).mean((0, 2))
+    torch.testing.assert_close(torch.as_tensor(row["entropy"]).float().flatten(), entropy, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["softcap", "alibi", "xsa"])
+def test_a_host_that_writes_attention_out_says_what_it_cannot_do(name: str) -> None:
+    class WritesOut(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            heads = x.unflatten(-1, (4, 8)).transpose(1, 2)
+            return ((heads @ heads.mT / 8**0.5).softmax(-1) @ heads).transpose(1, 2).flatten(2)
+
+    with pytest.raises(quest_core.UnsupportedError, match=f"'{name}' acts inside the host's own code"):
+        quest_core.inject(WritesOut(), name, example=torch.randn(2, 9, 32))

@@ -12,7 +12,7 @@ from quest_core import ScoreMod, register
 class ALiBi(ScoreMod):
     """l_ij ← l_ij − m_h abs(i − j), with slopes m_h from 2^(−8/H) to 1/256.
 
-    A fused kernel takes the bias as a mask. If H is no power of two, the slopes are those of the next smaller power,
+    A fused kernel takes the bias as a mask. For other H than powers of two, the slopes are those of the next smaller power,
     then every other one of the next larger, as in the paper's code.
     """
 
