@@ -99,6 +99,11 @@ class AttentionConfig:
         return (values | dict(self.options)).get(key)
 
     @property
+    def needs_input(self) -> bool:
+        """Whether it reads the layer's input."""
+        return any(part.needs_input for part in self.components)
+
+    @property
     def is_standard(self) -> bool:
         """Whether it is the attention of every host; adapters then keep its exact rounding and its checkpoints."""
         return self.means(STANDARD)

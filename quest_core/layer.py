@@ -131,8 +131,8 @@ class Attention(Projected):
             same_tokens = source is x and cache is None
             mask = merge_masks(mask, self.mechanism.padding_mask(key_mask, same_tokens=same_tokens))
         if cache is None:
-            out = self.mechanism(q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p)
+            out = self.mechanism(q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p, x=x)
         else:
-            out = self.mechanism.decode(q, k, v, cache, attn_mask=mask, dropout_p=dropout_p)
+            out = self.mechanism.decode(q, k, v, cache, attn_mask=mask, dropout_p=dropout_p, x=x)
         merged: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))  # [B, N, E]
         return merged

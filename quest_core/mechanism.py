@@ -126,7 +126,9 @@ class Mechanism(CheckpointGuard):
         self._no_cache = [part.name for part in parts if not part.cached]
         self._no_dropout = [part.name for part in parts if not part.dropout]
         self._mixing = [part.name for part in parts if "tokens" in part.reads]
-        self._is_plain = not any((self._key_features, self._shares, self._chooses, self._no_causal, self._mixing))
+        self._needs_input = [part.name for part in parts if part.needs_input]
+        special = self._key_features, self._shares, self._chooses, self._no_causal, self._mixing, self._needs_input
+        self._is_plain = not any(special)
 
     def forward(
         self,
@@ -138,6 +140,7 @@ class Mechanism(CheckpointGuard):
         is_causal: bool = False,
         dropout_p: float = 0,  # and not 0.0, which a dynamic graph takes for an input, so that it is compiled twice
         unit_keys: bool = False,
+        x: Tensor | None = None,
     ) -> Tensor:
         """Return the attention output; `is_causal` is aligned at the last query: query i sees keys j ≤ i + M − N.
 
@@ -148,6 +151,7 @@ class Mechanism(CheckpointGuard):
             dropout_p: dropout on the weights; the caller passes 0 outside training.
             unit_keys: `k` holds unit vectors, as a host's cache may, and is not normalized again; see
                 `takes_unit_keys`.
+            x: the layer's input [B, N, H·D] of the queries, for mechanisms that read it (gate, diff, forget).
 
         Returns:
             [B, H, N, Dv]; zeros for a query with no visible key.
@@ -156,10 +160,10 @@ class Mechanism(CheckpointGuard):
             InputError: a shape or type does not fit; the message names it.
             UnsupportedError: the mechanism cannot be causal, has no weights to drop, or needs the keys as they were.
         """
-        mask = self._check(q, k, v, attn_mask, is_causal, dropout_p, 0, unit_keys)
+        mask = self._check(q, k, v, attn_mask, is_causal, dropout_p, 0, unit_keys, x=x)
         if self.family is not None:
             return self.family(q, k, v, key_mask=self._key_mask(mask), is_causal=is_causal)  # type: ignore[no-any-return]
-        normalizer, q, k, v, scale = self._prepare(q, k, v, mask, is_causal, unit_keys=unit_keys)
+        normalizer, q, k, v, scale = self._prepare(q, k, v, mask, is_causal, unit_keys=unit_keys, x=x)
         out: Tensor = normalizer(
             q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=self._shares
         )
@@ -177,6 +181,7 @@ class Mechanism(CheckpointGuard):
         *,
         cache: Cache | None = None,
         unit_keys: bool = False,
+        x: Tensor | None = None,
     ) -> tuple[Callable[..., Any], Tensor, Tensor, Tensor, float]:
         """Return the normalizer, and the q, k, v, with those of a cache, and factor that it gets from the score."""
         score, normalizer = callables(self._modules["score"], self._modules["normalizer"])
@@ -192,7 +197,7 @@ class Mechanism(CheckpointGuard):
         if self._perturbs:
             normalizer = functools.partial(normalizer, perturb=self.grouping.perturb)
         for axis in self._around:
-            normalizer = functools.partial(self._modules[axis], normalizer)  # type: ignore[arg-type, misc]
+            normalizer = functools.partial(self._modules[axis], normalizer, x=x, cache=cache)  # type: ignore[arg-type, misc]
         return normalizer, q, k, v, scale
 
     def __prepare_scriptable__(self) -> NoReturn:
@@ -211,9 +216,11 @@ class Mechanism(CheckpointGuard):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
         dropout_p: float = 0,
+        x: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the output and the weights [B, H, N, M] after dropout; arguments as in `forward`."""
-        return self.forward_with_logits(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)[:2]
+        how: Any = {"attn_mask": attn_mask, "is_causal": is_causal, "dropout_p": dropout_p, "x": x}
+        return self.forward_with_logits(q, k, v, **how)[:2]
 
     def forward_with_logits(
         self,
@@ -225,6 +232,7 @@ class Mechanism(CheckpointGuard):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
         dropout_p: float = 0,
+        x: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output [B, H, N, Dv], the weights after dropout and the logits, [B, H, N, M] each.
 
@@ -234,7 +242,7 @@ class Mechanism(CheckpointGuard):
         Args:
             residual: logits of the previous layer [B, H, N, M], added to these (RealFormer, He et al., 2021).
         """
-        mask = self._check(q, k, v, attn_mask, is_causal, dropout_p, weights=True)
+        mask = self._check(q, k, v, attn_mask, is_causal, dropout_p, weights=True, x=x)
         if self.family is not None:
             raise UnsupportedError(f"attention '{self.config}' never forms weights; ask for the output only")
         if tokens_are_divided():
@@ -242,12 +250,20 @@ class Mechanism(CheckpointGuard):
                 "under torch's context_parallel no rank has all logits of a query, so weights and logits cannot be "
                 "returned; ask for the output only (need_weights=False)"
             )
-        normalizer, q, k, v, scale = self._prepare(q, k, v, mask, is_causal)
+        normalizer, q, k, v, scale = self._prepare(q, k, v, mask, is_causal, x=x)
         how = {"scale": scale, "dropout_p": dropout_p, "grouped": self._shares, "residual": residual}
         return normalizer(q, k, v, mask=mask, is_causal=is_causal, need_weights=True, **how)  # type: ignore[no-any-return]
 
     def decode(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, *, attn_mask: Tensor | None = None, dropout_p: float = 0
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Cache,
+        *,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0,
+        x: Tensor | None = None,
     ) -> Tensor:
         """Return the causal output of new tokens after those in `cache`; equal to `forward` on all of them.
 
@@ -256,6 +272,7 @@ class Mechanism(CheckpointGuard):
             cache: this layer's state; it is extended. A step that raises leaves its tokens as they were.
             attn_mask: as in `forward`, with M counting the cached tokens too. A family has folded those into its state
                 and reads the mask only at the new ones.
+            x: as in `forward`, of the new tokens.
 
         Returns:
             [B, H, N, Dv].
@@ -267,7 +284,7 @@ class Mechanism(CheckpointGuard):
         """
         if self._no_cache:
             raise UnsupportedError(f"attention '{self.config}': '{self._no_cache[0]}' cannot decode incrementally")
-        mask, n = self._check(q, k, v, attn_mask, True, dropout_p, cached=cache.tokens), q.shape[2]
+        mask, n = self._check(q, k, v, attn_mask, True, dropout_p, cached=cache.tokens, x=x), q.shape[2]
         recorded = torch.is_grad_enabled() and (self._learns or any(x.requires_grad for x in (q, k, v)))
         cache.admit(self, k, v, in_place=not recorded and transform() is None)
         if self.family is not None:
@@ -276,7 +293,7 @@ class Mechanism(CheckpointGuard):
                 key_mask = key_mask[:, cache.tokens :]
             out: Tensor = self.family(q, k, v, key_mask=key_mask, is_causal=True, cache=cache)
         else:
-            normalizer, q, k, v, scale = self._prepare(q, k, v, mask, True, cache=cache)
+            normalizer, q, k, v, scale = self._prepare(q, k, v, mask, True, cache=cache, x=x)
             how = {"scale": scale, "dropout_p": dropout_p, "grouped": self._shares}
             out = normalizer(q, k, v, mask=mask, is_causal=True, **how)
         cache.tokens += n
@@ -332,6 +349,7 @@ class Mechanism(CheckpointGuard):
         cached: int = 0,
         unit_keys: bool = False,
         weights: bool = False,
+        x: Tensor | None = None,
     ) -> Tensor | None:
         """Return the mask, in which only −inf and False hide; raise unless all arguments fit this mechanism.
 
@@ -359,6 +377,8 @@ class Mechanism(CheckpointGuard):
             return None
         if unit_keys and not self.takes_unit_keys:
             raise UnsupportedError(f"attention '{self.config}' needs the keys before any normalization")
+        if self._needs_input:
+            self._check_input(q, x)
         if dropout_p > 0 and self._no_dropout:
             raise UnsupportedError(
                 f"attention '{self.config}': '{self._no_dropout[0]}' has no weights to drop; set the attention "
@@ -382,6 +402,17 @@ class Mechanism(CheckpointGuard):
         if mask is not None and self.family is None and is_exporting_graph():
             mask = expand_mask(mask, q, k, cached)
         return mask if mask is None or mask.dtype == torch.bool or self.hides_by_infinity else hide_lowest(mask)
+
+    def _check_input(self, q: Tensor, x: Tensor | None) -> None:
+        """Raise unless x is the input of a layer with queries q."""
+        if x is None:
+            raise UnsupportedError(
+                f"attention '{self.config}': '{self._needs_input[0]}' reads the layer's input, which was not given; "
+                "pass x [B, N, H·D], or use quest_core.Attention or MultiheadAttention, which do"
+            )
+        wanted = (q.shape[0], q.shape[2], q.shape[1] * q.shape[3])
+        if x.shape != wanted:
+            raise InputError(f"x has shape {list(x.shape)}; expected [B, N, H·D] = {list(wanted)}")
 
     def _check_shapes(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, cached: int

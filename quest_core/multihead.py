@@ -115,6 +115,7 @@ class MultiheadAttention(Projected, nn.MultiheadAttention):
         k, v = self._extend(k, v, causal)
 
         how: Any = {"attn_mask": mask, "is_causal": causal, "dropout_p": self.dropout if self.training else 0.0}
+        how["x"] = query if self.batch_first else query.transpose(0, 1)  # [B, N, E]
         weights = None
         if need_weights:
             out, weights = self.mechanism.forward_with_weights(q, k, v, **how)

@@ -137,6 +137,8 @@ class Component(nn.Module):
     """The weight of a key depends on the query, as in q·k. Hosts with rotary positions require it."""
     on_grid: ClassVar[bool] = False
     """Family: tokens lie on a grid; the options are `dims`, `grid` and `prefix`, and hosts assign the last two."""
+    needs_input: ClassVar[bool] = False
+    """ScoreMod, Output: reads the layer's input x [B, N, H·D], which not every host hands on."""
     complexity: ClassVar[str] = "O(N·M·D) time, O(N + M) memory through a fused kernel"
     """Time and memory."""
 

@@ -43,6 +43,7 @@ class Capabilities:
         dropout: the host drops attention weights in training.
         narrows_keys: the host's key projection may have another width than the query's (aft-conv needs that).
         rotary: the host turns queries and keys by their positions.
+        hands_on_input: the mechanism gets the input of the layer.
         independent: the samples of a batch must not influence each other in evaluation, as graphs of any size do not.
     """
 
@@ -55,6 +56,7 @@ class Capabilities:
     dropout: bool = False
     narrows_keys: bool = False
     rotary: bool = False
+    hands_on_input: bool = False
     independent: bool = False
 
 
@@ -413,6 +415,7 @@ def refusal(config: AttentionConfig, asked: Capabilities) -> str | None:
             (part.key_features is not None, asked.narrows_keys, "its keys are narrower than the host's"),
             ("order" in part.reads, asked.ordered, "it needs ordered tokens"),
             (asked.rotary, part.compares, "its queries do not meet keys, where rotary positions act"),
+            (part.needs_input, asked.hands_on_input, "it reads the layer's input, which this host does not hand on"),
             (part.reshapes, asked.regroups, "the host's projections cannot change their shape"),
             (
                 asked.independent,

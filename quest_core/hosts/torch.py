@@ -19,7 +19,7 @@ class TorchAttention(HostAttention, MultiheadAttention):
     @classmethod
     def asks(cls, host: Any, path: str, model: nn.Module) -> Capabilities:
         cross = path.endswith("multihead_attn")  # the name that nn.TransformerDecoderLayer gives it
-        return Capabilities(cross=cross, dropout=host.dropout > 0)
+        return Capabilities(cross=cross, dropout=host.dropout > 0, hands_on_input=True)
 
     @classmethod
     def adopt(cls, host: nn.Module, config: AttentionConfig, **sizes: Any) -> TorchAttention:

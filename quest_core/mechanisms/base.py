@@ -226,25 +226,35 @@ class ScoreMod(Component):
         super().__init__()
 
     def forward(
-        self, normalizer: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, **how: Any
+        self,
+        normalizer: Callable[..., Any],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        x: Tensor | None,
+        cache: Cache | None,
+        mask: Tensor | None,
+        **how: Any,
     ) -> Any:
-        """Return what `normalizer` does with the changed logits; arguments as in `Normalizer.forward`."""
+        """Return what `normalizer` does with the changed logits; arguments as in `Mechanism` and `Normalizer`."""
         if not self.fused:
             return normalizer(q, k, v, mask=mask, change=self.change, **how)
-        return normalizer(q, k, v, mask=merge_masks(mask, self.bias(q, k)), **how)
+        return normalizer(q, k, v, mask=merge_masks(mask, self.bias(q, k, x, cache)), **how)
 
     def change(self, logits: Tensor) -> Tensor:
         """Return the changed logits [B, H, N, M], which masks have not touched."""
         raise NotImplementedError
 
-    def bias(self, q: Tensor, k: Tensor) -> Tensor:
+    def bias(self, q: Tensor, k: Tensor, x: Tensor | None, cache: Cache | None) -> Tensor:
         """Return what is added to the logits, [1 or B, 1 or H, N, M], in the type of q.
 
-        q [B, H, N, D] are the last N of the tokens k [B, G, M, D], as the score prepared them.
+        q [B, H, N, D] are the last N of the tokens k [B, G, M, D], as the score prepared them. x [B, N, H·D] is the
+        layer's input if the class `needs_input`, and a cache holds what was appended for the tokens before.
         """
         raise NotImplementedError
 
-    def reference(self, logits: Tensor) -> Tensor:
+    def reference(self, logits: Tensor, x: Tensor | None) -> Tensor:
         """Return the changed logits [B, H, N, M] by the plain formula."""
         raise NotImplementedError
 
@@ -258,18 +268,32 @@ class Output(Component):
     def __init__(self, dims: Dims | None) -> None:
         super().__init__()
 
-    def forward(self, normalizer: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Any:
-        """Return what `normalizer` returns, its output changed; arguments as in `Normalizer.forward`."""
+    def forward(
+        self,
+        normalizer: Callable[..., Any],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        x: Tensor | None,
+        cache: Cache | None,
+        **how: Any,
+    ) -> Any:
+        """Return what `normalizer` returns, its output changed; arguments as in `Mechanism` and `Normalizer`."""
         found = normalizer(q, k, v, **how)
         if how.get("need_weights"):
-            return self.change(found[0], v), *found[1:]
-        return self.change(found, v)
+            return self.change(found[0], v, x), *found[1:]
+        return self.change(found, v, x)
 
-    def change(self, out: Tensor, v: Tensor) -> Tensor:
-        """Return the changed output [B, H, N, Dv]; v [B, G, M, Dv] are the values, one head for H/G query heads."""
+    def change(self, out: Tensor, v: Tensor, x: Tensor | None) -> Tensor:
+        """Return the changed output [B, H, N, Dv].
+
+        v [B, G, M, Dv] are the values, a head for H/G query heads; x [B, N, H·D] is the layer's input if the class
+        `needs_input`.
+        """
         raise NotImplementedError
 
-    def reference(self, out: Tensor, v: Tensor) -> Tensor:
+    def reference(self, out: Tensor, v: Tensor, x: Tensor | None) -> Tensor:
         """Return the changed output [B, H, N, Dv] by the plain formula; v is [B, H, M, Dv]."""
         raise NotImplementedError
 

@@ -165,12 +165,17 @@ class Layers(nn.Module):
         """Return [B, H, N, Dv], drawn with `seed`; options as of `Mechanism.forward`."""
         return cast(Tensor, self.each(Mechanism.__call__, q, k, v, seed=seed, **options))
 
+    def given(self, q: Tensor) -> dict[str, Tensor]:
+        """Return {"x": the input of a layer [B, N, H·D]} if the mechanism reads it."""
+        return {"x": q.transpose(1, 2).flatten(2)} if self.last.config.needs_input else {}
+
     def each(
         self, call: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *, seed: int | None = 0, **options: Any
     ) -> Any:
         """Call `call(layer, q, k, v, **options)` for the layer before, on other values, and return it for the last."""
         if seed is not None:
             torch.manual_seed(seed)
+        options |= self.given(q)
         if self.before is not None:
             call(self.before, q, k, 0.5 * v.flip(-1), **options)
         return call(self.last, q, k, v, **options)
@@ -183,7 +188,9 @@ class Layers(nn.Module):
             new = (x[:, :, stop - step : stop] for x in (q, k, v))
             seen = None if mask is None else mask[..., :stop]
             outs.append(
-                self.each(lambda layer, *qkv, seen=seen: layer.decode(*qkv, caches[layer], attn_mask=seen), *new)
+                self.each(
+                    lambda layer, *qkv, seen=seen, **x: layer.decode(*qkv, caches[layer], attn_mask=seen, **x), *new
+                )
             )
             if (counted := caches[self.last].tokens) != stop:
                 raise Wrong(f"decode() of {stop} tokens sets cache.tokens to {counted}; it must not")

@@ -32,6 +32,7 @@ def truth(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     residual: Tensor | None = None,
+    x: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the output [B, H, N, Dv], the weights and the logits [B, H, N, M], in the dtype of q.
 
@@ -53,7 +54,7 @@ def truth(
     logits = mechanism.score.reference(q, k, v, head=head, seen=seen)
     logits = logits if residual is None else logits + residual
     if (score_mod := getattr(mechanism, "score_mod", None)) is not None:
-        logits = score_mod.reference(logits)
+        logits = score_mod.reference(logits, x)
     logits = logits + bias
     weights = mechanism.normalizer.reference(logits, seen)
     if mechanism.grouping.needs_weights:
@@ -62,7 +63,7 @@ def truth(
         logits = logits.masked_fill(hidden(attn_mask), -math.inf)
     out = weights @ v[:, head]
     if (output := getattr(mechanism, "output", None)) is not None:
-        out = output.reference(out, v[:, head])
+        out = output.reference(out, v[:, head], x)
     return out, weights, logits
 
 
@@ -70,6 +71,8 @@ def exact(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, **options: Any)
     """Return `truth` in float64, of a mechanism and tensors in any dtype."""
     if (mask := options.get("attn_mask")) is not None and mask.dtype != torch.bool:
         options["attn_mask"] = mask.double().masked_fill(hidden(mask), -math.inf)
+    if (x := options.get("x")) is not None:
+        options["x"] = x.double()
     wide = all(x.dtype == torch.float64 for x in mechanism.parameters())
     mechanism = mechanism if wide else copy.deepcopy(mechanism).double()
     return truth(mechanism, q.double(), k.double(), v.double(), **options)

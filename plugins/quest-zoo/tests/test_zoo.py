@@ -16,7 +16,8 @@ from quest_core.testing.truth import exact
 
 ZOO = [name for name, part in mechanisms().items() if owner(part).startswith("quest-zoo ")]
 WIDE = [*ZOO, "quest+sink", "quest+softmax1+gqa(kv_heads=2)", "entmax(alpha=2)", "entmax(alpha=1.1)", "ssmax+sink"]
-WIDE += ["quest+sink+xsa", "quest+softpick+alibi", "gqa(kv_heads=2)+alibi+xsa", "sinkhorn+softcap(cap=2)+xsa(alpha=0.5)"]
+WIDE += ["quest+sink+xsa", "quest+softpick+alibi", "gqa(kv_heads=2)+alibi+xsa", "sinkhorn+softcap(cap=2)+xsa"]
+WIDE += ["gate(per=feature)", "quest+sink+forget+diff"]
 FORMED = {"entmax", "softpick", "softcap"}  # weights are formed
 SLOW = {"compiles", "devices", "dropout"}
 
@@ -45,6 +46,11 @@ def test_outputs_and_gradients_are_those_of_the_reference(spec: str, is_causal: 
             made(q, k, v, is_causal=True)
         return
     how = {"is_causal": is_causal, "attn_mask": torch.randn(2, 1, 1, 70).double() if masked else None}
+    if made.config.needs_input:
+        for parameter in made.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        how["x"] = torch.randn(2, 70, 64, dtype=torch.float64, requires_grad=True)
+        inputs.append(how["x"])
     with Fused() as fused:
         out = made(q, k, v, **how)
     assert bool(fused.calls) == FORMED.isdisjoint(part.name for part in made.config.components)
@@ -139,3 +145,32 @@ def test_a_host_that_writes_attention_out_says_what_it_cannot_do(name: str) -> N
 
     with pytest.raises(quest_core.UnsupportedError, match=f"'{name}' acts inside the host's own code"):
         quest_core.inject(WritesOut(), name, example=torch.randn(2, 9, 32))
+
+
+@pytest.mark.parametrize("name", ["gate", "diff", "forget"])
+def test_the_layers_input_comes_from_the_layer_or_is_missed(name: str) -> None:
+    class Calls(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            heads = x.unflatten(-1, (4, 8)).transpose(1, 2)
+            return torch.nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2)
+
+    x = torch.randn(2, 9, 32)
+    with pytest.raises(quest_core.UnsupportedError, match="it reads the layer's input, which this host does not hand"):
+        quest_core.inject(Calls(), name, example=x)
+    q = torch.randn(2, 4, 9, 8)
+    with pytest.raises(quest_core.UnsupportedError, match="'x'|pass x"):
+        quest_core.Mechanism(name, num_heads=4, head_dim=8)(q, q, q)
+    with pytest.raises(quest_core.InputError, match=r"x has shape \[2, 9, 16\]; expected \[B, N, H·D\] = \[2, 9, 32\]"):
+        quest_core.Mechanism(name, num_heads=4, head_dim=8)(q, q, q, x=x[..., :16])
+    layer, drop_in = quest_core.Attention(32, 4, name), quest_core.MultiheadAttention(32, 4, attention=name)
+    for module in (layer, drop_in):
+        torch.nn.init.normal_(next(module.mechanism.parameters()))
+    q, k, v = (p(x).unflatten(-1, (4, 8)).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    want = layer.out_proj(layer.mechanism(q, k, v, x=x).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(layer(x), want)
+    steps, cache = [], quest_core.Cache()
+    if all(part.cached for part in layer.config.components):
+        steps = [layer(x[:, i : i + 3], is_causal=True, cache=cache) for i in (0, 3, 6)]
+        torch.testing.assert_close(torch.cat(steps, 1), layer(x, is_causal=True))
+    rows = x.transpose(0, 1)  # tokens first
+    torch.testing.assert_close(drop_in(rows, rows, rows)[0], drop_in(rows, rows, rows, need_weights=False)[0])

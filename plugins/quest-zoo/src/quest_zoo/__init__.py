@@ -2,6 +2,9 @@
 
 from .alibi import ALiBi as ALiBi
 from .entmax import Entmax as Entmax
+from .gates import Difference as Difference
+from .gates import Forget as Forget
+from .gates import Gate as Gate
 from .key_scales import FractionalKeyNorm as FractionalKeyNorm
 from .key_scales import KeyScale as KeyScale
 from .key_scales import QuestGain as QuestGain

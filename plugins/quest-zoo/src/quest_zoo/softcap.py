@@ -27,4 +27,5 @@ class SoftCap(ScoreMod):
     def change(self, logits: Tensor) -> Tensor:
         return self.cap * torch.tanh(logits / self.cap)
 
-    reference = change
+    def reference(self, logits: Tensor, x: Tensor | None) -> Tensor:
+        return self.cap * torch.tanh(logits / self.cap)

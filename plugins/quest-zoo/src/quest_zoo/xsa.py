@@ -21,11 +21,11 @@ class ExclusiveOutput(Output):
         super().__init__(dims)
         self.alpha = alpha
 
-    def change(self, out: Tensor, v: Tensor) -> Tensor:
+    def change(self, out: Tensor, v: Tensor, x: Tensor | None) -> Tensor:
         own = unit(v[:, :, v.shape[2] - out.shape[2] :])  # queries are the last tokens
         own = own.repeat_interleave(out.shape[1] // own.shape[1], 1) if own.shape[1] != out.shape[1] else own
         return out - self.alpha * (out * own).sum(-1, keepdim=True) * own
 
-    def reference(self, out: Tensor, v: Tensor) -> Tensor:
+    def reference(self, out: Tensor, v: Tensor, x: Tensor | None) -> Tensor:
         own = naive.unit(v[:, :, v.shape[2] - out.shape[2] :])
         return out - self.alpha * (out[..., None, :] @ own[..., None])[..., 0] * own
