@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import quest_core
 from quest_core import InjectionError, UnsupportedError
-from quest_core.hosts.finding import WrittenAdapter
+from quest_core.hosts.finding import Finding
 
 B, N, H, D = 2, 6, 4, 8
 Spelling = Callable[..., Tensor]
@@ -319,6 +319,10 @@ def two_softmaxes(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return logits.softmax(-1) @ v + logits.mT.softmax(-1) @ v
 
 
+def normed(weights: Tensor) -> Tensor:
+    return weights / weights.sum(-1, keepdim=True)
+
+
 def exponentials(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     w = (q @ k.mT * D**-0.5).exp()
     return w / w.sum(-1, keepdim=True) @ v
@@ -376,6 +380,15 @@ WRONG: dict[str, tuple[str, Spelling]] = {
         "by entries",
         lambda m, q, k, v: (q[:, :, :, None] * k[:, :, None]).sum(-1).mul(D**-0.5).softmax(-1) @ v,
     ),
+    "product by entries and exponentials": (
+        "exp",
+        lambda m, q, k, v: normed((q[:, :, :, None] * k[:, :, None]).sum(-1).exp()) @ v,
+    ),
+    "values by entries": (
+        "exp",
+        lambda m, q, k, v: (normed((q @ k.mT).exp())[..., None] * v[:, :, None]).sum(-2),
+    ),
+    "distances": ("cdist", lambda m, q, k, v: (-torch.cdist(q, k)).softmax(-1) @ v),
     "einsum of three": (
         "more than two tensors",
         lambda m, q, k, v: torch.einsum("bhid,bhjd,d->bhij", q, k, FACTOR).softmax(-1) @ v,
@@ -413,6 +426,7 @@ LEFT: dict[str, Spelling] = {
     "channels": channels,
     "linear attention": lambda m, q, k, v: q.softmax(-1) @ (k.softmax(-2).mT @ v),
     "state space": state_space,
+    "linear attention by entries": lambda m, q, k, v: (q[:, :, :, None] * k[:, :, None]).sum(-1) @ v,
     "squeeze and excite": lambda m, q, k, v: v * q.mean((1, 2), keepdim=True).sigmoid(),
     "router": router,
 }
@@ -470,9 +484,9 @@ def test_wrong(name: str) -> None:
 @pytest.mark.parametrize("name", LEFT)
 def test_left_alone(name: str) -> None:
     model, x = make(LEFT[name])
-    written = WrittenAdapter(x)
-    assert not list(written.sites(model))
-    assert not written.refused
+    finding = Finding(model)
+    finding.run(x)
+    assert not list(finding.sites())
     whole = nn.Sequential(Model(scale_after_product), model)
     _, report = quest_core.inject(whole, "quest", example=x)
     assert [row.path for row in report.replacements] == ["0.layers.0", "0.layers.1"]
@@ -484,6 +498,13 @@ def test_what_does_not_run_is_left_as_others_of_its_class_are() -> None:
     kind = type("GateAttention", (nn.Linear,), {})
     model.norm, model.unused = nn.Sequential(model.norm, kind(H * D, H * D)), kind(H * D, H * D)
     assert quest_core.inject(model, "quest", example=x)[1].left_alone == ("norm.1", "unused")
+
+
+def test_a_module_that_the_example_calls_by_names_is_seen_whole() -> None:
+    model, x = make(lambda m, q, k, v: q * k.mean(2, keepdim=True).sigmoid() * v)
+    whole = nn.ModuleList([Model(scale_after_product), *model.layers])
+    _, report = quest_core.inject(whole, "quest", example=lambda whole: [layer(x=x) for layer in whole])
+    assert report.left_alone == ("1", "2")
 
 
 def kernel(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

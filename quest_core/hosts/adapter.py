@@ -325,6 +325,9 @@ class Adapter(ABC):
     leaves_alone: ClassVar[frozenset[str]] = frozenset()
     """Class names of attention modules of this host that stay as they are by design, such as deformable attention in a
     pixel decoder. They are reported; any other that stays is an error, unless `inject` gets `allow_partial`."""
+    kernels_attend: ClassVar[bool] = True
+    """Whether code that no function of PyTorch shows, such as a compiled kernel, may be attention where no softmax is
+    seen. An adapter says False if it knows all attention functions of the host; such modules then keep their class."""
     patches: ClassVar[Patches]
     """What `install` has changed in the host; every adapter class has its own."""
 

@@ -1,10 +1,10 @@
-"""Find attention that is written out: run an example, follow every product, and judge what was seen."""
+"""Find attention that no adapter knows: run an example, note calls, follow every product, and judge what was seen."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from weakref import ref
@@ -12,8 +12,9 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from ..compat import is_compiling, may_read
+from ..compat import force_eager, is_compiling, may_read
 from ..config import AttentionConfig
+from ..drafts import host_class
 from ..errors import InjectionError, UnsupportedError
 from ..mechanism import Mechanism
 from .adapter import Adapter, Capabilities, Site, refusal
@@ -34,19 +35,39 @@ from .following import (
     operands,
     tensors,
 )
-from .sites import Watching, common_norm, in_autograd_function, looks_like_attention, norm_note, within
-from .universal import beyond_operands
-from .written import HIDDEN, Product, Written, WrittenOut, prepare
+from .sites import (
+    FoundSite,
+    common_norm,
+    in_autograd_function,
+    looks_like_attention,
+    norm_note,
+    run_example,
+    undisturbed,
+    within,
+)
+from .universal import FUNCTIONS, Call, Routed
+from .written import HIDDEN, Product, Written, WrittenOut
+
+UNIVERSAL, WRITTEN_OUT = "universal", "written out"
+"""Names of the adapters of what an example finds, as reports have them."""
 
 
 @dataclass(eq=False)
 class _Frame:
-    """One call of a module; `begin` and `end` count the products and softmaxes before it and after it."""
+    """One call of a module.
+
+    Attributes:
+        known: it is a part of attention that is known, and not looked into.
+        begin, end: how many products and softmaxes there were before it and after it.
+        calls: how often it called an attention function.
+    """
 
     path: str
     module: nn.Module
+    known: bool
     begin: tuple[int, int]
     end: tuple[int, int] = (0, 0)
+    calls: int = 0
 
 
 @dataclass(eq=False)
@@ -58,7 +79,19 @@ class _Softmax:
     owner: _Frame
     axes: dict[Origin, set[str]]  # the letters of each product along which the softmax sums
     plain: bool  # whether its logits come from a projection, as far as they come from no product
+    shape: tuple[int, ...]
     causal: bool = False
+
+    @property
+    def place(self) -> str:
+        """The path of the module that it belongs to."""
+        path = self.owner.path
+        return path.rpartition(".")[0] if isinstance(self.owner.module, nn.Softmax) else path
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether it is shaped like attention, [B, H, N, M] or [B·H, N, N], which others rarely are."""
+        return len(self.shape) > 3 or (len(self.shape) == 3 and self.shape[1] == self.shape[2])
 
 
 @dataclass(frozen=True)
@@ -75,28 +108,52 @@ class _Operand:
 _NONE = _Operand({}, None, None, None, None)
 
 
-class _Search(Watching, Following):
-    """Runs the example, and notes all products and softmaxes with what is needed to judge them."""
+class _Search(Following):
+    """Runs an example without gradients, and notes calls, products and softmaxes with what is needed to judge them.
 
-    def __init__(self, model: nn.Module, skip: Callable[[str], bool]) -> None:
-        super().__init__(model, places=True)
-        self.skip = skip
+    Args:
+        model: it runs.
+        known: paths of modules that are not looked into.
+    """
+
+    def __init__(self, model: nn.Module, known: Collection[str]) -> None:
+        super().__init__(places=True)
+        self.model = model
+        self.paths = {module: path for path, module in model.named_modules()}
+        self.known = known
         self.running: list[_Frame] = []
         self.frames: list[_Frame] = []
+        self.calls: dict[str, Call] = {}  # by the paths of their modules
         self.products: list[Origin] = []
         self.softmaxes: list[_Softmax] = []
         self.by_hand: dict[str, str] = {}  # path -> function
         self.made = {id(x): ref(x) for x in (*model.parameters(), *model.buffers())}  # what PyTorch's functions made
         self.unseen: set[str] = set()  # paths of modules in which something else made a tensor
 
-    def enter(self, module: nn.Module, inputs: Any) -> None:
+    def run(self, example: Any, *, changed: bool = False) -> _Search:
+        """Run the model, on other values if `changed`. Random state and buffers stay as they were."""
+        handles = [module.register_forward_pre_hook(self._enter, with_kwargs=True) for module in self.paths]
+        handles += [module.register_forward_hook(self._leave, always_call=True) for module in self.paths]
+        if changed:
+            handles.append(self.model.register_forward_pre_hook(_change, with_kwargs=True, prepend=True))
+        try:
+            with undisturbed(self.model), force_eager(), self:
+                run_example(self.model, example)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return self
+
+    def _enter(self, module: nn.Module, inputs: Any, named: Any) -> None:
         if not self.running:
-            self._make(inputs)
-        frame = _Frame(self.paths[module], module, (len(self.products), len(self.softmaxes)))
+            self._make((*inputs, *named.values()))
+        path = self.paths[module]
+        known = path in self.known or isinstance(module, Mechanism) or bool(self.running and self.running[-1].known)
+        frame = _Frame(path, module, known, (len(self.products), len(self.softmaxes)))
         self.running.append(frame)
         self.frames.append(frame)
 
-    def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._use(output)
         self._make(output)
         self.running.pop().end = len(self.products), len(self.softmaxes)
@@ -116,14 +173,16 @@ class _Search(Watching, Following):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
         if not self.running or is_compiling():
-            return out
+            return func(*args, **kwargs)
+        if func in FUNCTIONS and not self.running[-1].known:
+            self._call(func, args, kwargs)
+        out = func(*args, **kwargs)
         self._use((*args, *kwargs.values()))
         self._make(out)
         if type(func).__module__ == "torch._ops":  # an operator of the host or of its kernels
             self._hide()
-        if any(isinstance(frame.module, Mechanism) or self.skip(frame.path) for frame in self.running):
+        if self.running[-1].known:
             return out
         name = name_of(func)
         if name in PRODUCTS:
@@ -132,20 +191,34 @@ class _Search(Watching, Following):
             self._softmax(args, kwargs, out)
         elif name in OTHER_PRODUCTS and isinstance(out, Tensor):
             self.new(out, Origin("product", name, frames=tuple(self.running)), odd=name)
-            self._hide()
         else:
             self.follow(name, func, args, kwargs, out)
             if name == "mul" and isinstance(out, Tensor):
                 self._by_entries(args, out)
         return out
 
+    def _call(self, func: Any, args: Any, kwargs: Any) -> None:
+        frame = self.running[-1]
+        frame.calls += 1
+        call = replace(FUNCTIONS[func].read(frame.path, *args, **kwargs), repeated=frame.calls > 1)
+        self.calls[frame.path] = self.calls[frame.path].joined(call) if frame.path in self.calls else call
+
     def _by_entries(self, args: Any, out: Tensor) -> None:
-        """Begin at queries times keys by entries, which a sum over features would follow."""
+        """Begin at queries times keys by entries, which a sum over features would follow; see weights times values."""
         pair = [x for x in args if isinstance(x, Tensor) and out.numel() > x.numel() > 1 and not self.is_parameter(x)]
-        if len(pair) == 2 and all(any(flow.origin.axis is not None for flow in self.flows(x)) for x in pair):
+        if len(pair) != 2:
+            return
+        for x in pair:
+            self._spelled(x)
+        if all(any(flow.origin.axis is not None for flow in self.flows(x)) for x in pair):
             origin = Origin("product", "mul", frames=tuple(self.running))
-            self._hide()
             self.new(out, origin, odd="a sum of products by entries", also=self.flows(out))
+
+    def _spelled(self, weights: Tensor) -> None:
+        """Note which function of `BY_HAND` made the weights of some values."""
+        for flow in self.flows(weights):
+            if flow.origin.kind == "product" and not flow.origin.is_plain and flow.odd in BY_HAND:
+                self.by_hand.setdefault(flow.origin.frames[-1].path, flow.odd)
 
     def _product(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
         origin = Origin("product", name, len(self.products), frames=tuple(self.running))
@@ -196,10 +269,9 @@ class _Search(Watching, Following):
         """Return the weights that a product applies to values, and note on them over which axis."""
         found = []
         for i, x in enumerate(pair):
+            if not learned[1 - i]:
+                self._spelled(x)
             for flow in self.flows(x):
-                logits = flow.origin.kind == "product" and not flow.origin.is_plain
-                if logits and flow.odd in BY_HAND and not learned[1 - i]:
-                    self.by_hand.setdefault(flow.origin.frames[-1].path, flow.odd)
                 if flow.origin.kind == "softmax":
                     found.append(flow)
                 if flow.origin.kind != "softmax" or learned[1 - i]:
@@ -234,7 +306,8 @@ class _Search(Watching, Following):
             terms = own
         else:
             owner = self._owner(terms)
-        made = _Softmax(terms, origin, owner, {}, any(flow.origin.axis is not None for flow in self.flows(logits)))
+        plain = any(flow.origin.axis is not None for flow in self.flows(logits))
+        made = _Softmax(terms, origin, owner, {}, plain, tuple(out.shape))
         self.softmaxes.append(made)
         if not terms:
             return
@@ -294,9 +367,9 @@ class _Judge:
         self._other: list[Origin] | None = None
         for frame in search.frames:
             softmaxes = search.softmaxes[frame.begin[1] : frame.end[1]]
-            if any(one.owner is frame and one.plain and not one.terms for one in softmaxes):
-                outer = frame.path.rpartition(".")[0] if isinstance(frame.module, nn.Softmax) else frame.path
-                self.left.setdefault(outer, "its softmax is of no product of two activations")
+            for one in softmaxes:
+                if one.owner is frame and one.plain and not one.terms:
+                    self.left.setdefault(one.place, "its softmax is of no product of two activations")
             try:
                 self._frame(frame, [one for one in softmaxes if one.owner is frame and one.terms])
             except UnsupportedError as error:
@@ -311,8 +384,9 @@ class _Judge:
                 elif not origin.uses:
                     self.refused.setdefault(path, "between its product and its softmax stands a compiled kernel")
         for frame in search.frames:
-            if frame.begin == frame.end and looks_like_attention(frame.module) and frame.path not in search.unseen:
-                self.left.setdefault(frame.path, "it forms no product of two activations and no softmax")
+            weighs = frame.begin[1] != frame.end[1] or frame.path in search.unseen
+            if not weighs and looks_like_attention(frame.module):
+                self.left.setdefault(frame.path, "it forms no softmax")
         self.left = {path: why for path, why in self.left.items() if path not in {*self.sites, *self.refused}}
 
     def _frame(self, frame: _Frame, softmaxes: list[_Softmax]) -> None:
@@ -461,87 +535,126 @@ def _period(products: list[Any], softmaxes: list[Any]) -> int:
     return 1
 
 
-class WrittenAdapter(Adapter):
-    """Adapter for every module that writes its attention out.
+class FoundAdapter(Adapter):
+    """Adapter for what is found in one way.
 
     Args:
-        example: as in :func:`quest_core.inject`. None finds only modules that were injected before.
-        taken: paths of the modules that other adapters replace, which are not looked into.
-        allow_partial: go on if attention is written out in a way that is not understood.
-
-    Attributes:
-        refused: path of a module whose attention is not understood -> why; set by `sites`.
-        left: path of a module that has no softmax of q·k over tokens, by what it did -> why; set by `sites`.
-        called: paths of the modules that call scaled_dot_product_attention; set by `inject`.
+        name: of the way, `UNIVERSAL` or `WRITTEN_OUT`.
+        found: what was found, by the path of its module.
     """
 
-    name: ClassVar[str] = "written out"
+    name: str  # type: ignore[misc]
     capabilities: ClassVar[Capabilities] = Capabilities()
 
-    def __init__(self, example: Any = None, taken: Sequence[str] = (), *, allow_partial: bool = False) -> None:
-        self.example, self.taken, self.allow_partial = example, list(taken), allow_partial
-        self.refused: dict[str, str] = {}
-        self.left: dict[str, str] = {}
-        self.called: list[str] = []
-        self._written: dict[str, Written] = {}
-
-    def sites(self, model: nn.Module) -> Iterable[Site]:
-        """Return the modules that write their attention out, in the order of their first forwards.
-
-        Raises:
-            InjectionError: a site contains another attention, or has an attribute that a site needs.
-            UnsupportedError: attention is written out in a way that is not understood.
-        """
-        modules = dict(model.named_modules())
-        known = {path: module.written for path, module in modules.items() if isinstance(module, WrittenOut)}
-
-        def skip(path: str) -> bool:
-            return within(path, self.taken) or path in known
-
-        if self.example is not None:
-            search = _Search(model, skip).run(self.example)
-            judge = _Judge(search, lambda: _Search(model, skip).run(self.example, changed=True))
-            self.refused, self.left = judge.refused, judge.left
-            known |= judge.sites
-            ran = {frame.path for frame in search.frames}
-            ours = (*known, *self.refused, *self.called, *self.taken)
-            alike = {type(modules[path]) for path in self.left} - {type(modules[path]) for path in ours}
-            for path, module in modules.items():
-                if type(module) in alike and path not in ran:
-                    self.left.setdefault(path, "it did not run, and others of its class have no attention")
-        if self.refused and not self.allow_partial:
-            shown = "; ".join(
-                f"'{path}' ({type(modules[path]).__name__}): {why}" for path, why in list(self.refused.items())[:8]
-            )
-            raise UnsupportedError(f"attention that is written out is not understood: {shown}")
-        self._written = known
-        for path, written in known.items():
-            others = [other for other in (*known, *self.called, *self.taken) if other != path or other in self.called]
-            for other in others:
-                if within(other, [path]) or (other in self.called and within(path, [other])):
-                    raise InjectionError(
-                        f"'{path}' writes attention out, and '{other}' in or around it is another attention; move one "
-                        "of them into a module of its own"
-                    )
-            if hasattr(modules[path], "mechanism") and not isinstance(modules[path], WrittenOut):
-                raise InjectionError(f"'{path}' has an attribute 'mechanism', which a site needs; rename it")
-            asked = Capabilities(causal=written.causal, cross=written.cross, regroups=False)
-            yield Site(path, modules[path], written.heads, written.head_dim, asked, note=written.note)
+    def __init__(self, name: str, found: Mapping[str, Call | Written]) -> None:
+        self.name, self.found = name, found
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
-        """Return the module with its class changed and a mechanism added; its parameters are the same objects."""
-        return prepare(site.module, self._written[site.path], config)
+        """Return the draft of a site with a mechanism; its parameters are the same objects."""
+        made: nn.Module = self.found[site.path].draft(site.module, config)
+        return made
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
-        """Return what `config` needs beyond the operands of the product and the place of the softmax, or None."""
-        written = self._written[site.path]
-        if why := beyond_operands(config, softmax=False):
-            return why
-        for part in config.components:
-            if part.learnable and any(product.head is None for product in written.sites):
-                return f"'{part.name}' must know the axis of heads, which the example does not show"
-            if part.learnable and len(written.sites) > 1:
-                return f"one forward has {len(written.sites)} products, and '{part.name}' keeps something for each"
-            if part.axis == "normalizer" and not part.fused and written.layout is None:
-                return f"'{part.name}' needs logits of queries and keys only, [..., N, M]"
-        return refusal(config, site.capabilities)
+        """Return what `config` needs beyond the operands of a call or product, or None."""
+        return self.found[site.path].refusal(config) or refusal(config, site.capabilities)
+
+
+class Finding:
+    """The modules that call an attention function of PyTorch or write attention out, and that no adapter takes.
+
+    Args:
+        model: it is not changed. What an earlier injection found in it is known from the start.
+        taken: paths of the modules that adapters replace.
+
+    Attributes:
+        calls, written: what was found, by the path of its module, in the order in which they ran.
+        idle: those of `taken` that did not run, in modules that call a function; such modules only lend projections.
+        left: path of a module that has no softmax of q·k over tokens, by what it did -> why.
+        missed: others that are like attention by their class or by a softmax, by path.
+    """
+
+    def __init__(self, model: nn.Module, taken: Collection[str] = ()) -> None:
+        self.model, self.taken = model, taken
+        self.modules = dict(model.named_modules())
+        free = {path: module for path, module in self.modules.items() if not within(path, taken)}
+        self.calls: dict[str, Call] = {p: m.found_attention for p, m in free.items() if isinstance(m, Routed)}
+        self.written: dict[str, Written] = {p: m.found_attention for p, m in free.items() if isinstance(m, WrittenOut)}
+        self.idle: list[str] = []
+        self.left: dict[str, str] = {}
+        self.missed: dict[str, nn.Module] = {}
+
+    def run(self, example: Any, *, allow_partial: bool = False, kernels_attend: bool = True) -> None:
+        """Run an example, and find what it shows.
+
+        Args:
+            example: as in :func:`quest_core.inject`.
+            allow_partial: go on if attention is written out in a way that is not understood.
+            kernels_attend: see :class:`quest_core.Adapter`.
+
+        Raises:
+            UnsupportedError: it is, or the calls of one module differ in the function, heads, features or scale.
+        """
+        known = {*self.taken, *self.written}
+        search = _Search(self.model, known).run(example)
+        if not kernels_attend:
+            search.unseen.clear()
+        judge = _Judge(search, lambda: _Search(self.model, known).run(example, changed=True))
+        if judge.refused and not allow_partial:
+            shown = "; ".join(
+                f"'{path}' ({type(self.modules[path]).__name__}): {why}" for path, why in [*judge.refused.items()][:8]
+            )
+            raise UnsupportedError(f"attention that is written out is not understood: {shown}")
+        ran = {frame.path for frame in search.frames}
+        self.idle = [path for path in self.taken if within(path, search.calls) and path not in ran]
+        self.calls |= search.calls
+        self.written |= judge.sites
+        self.left = judge.left
+        ours = self._ours()
+        kinds = {host_class(self.modules[path]) for path in self.calls}
+        weigh = {one.place for one in search.softmaxes if one.is_usual}
+        alike = {type(self.modules[x]) for x in judge.left} - {type(self.modules[x]) for x in (*ours, *judge.refused)}
+        for path, module in self.modules.items():
+            if type(module) in alike and path not in ran:
+                self.left.setdefault(path, "it did not run, and others of its class have no attention")
+            apart = not within(path, ours) and not any(within(other, [path]) for other in ours)
+            if apart and (type(module) in kinds or path in weigh):
+                self.missed[path] = module
+
+    def sites(self) -> Iterator[tuple[Adapter, Site]]:
+        """Yield what was found, each with its adapter.
+
+        Raises:
+            InjectionError: a module contains another attention, or has an attribute that a site needs.
+        """
+        for adapter in (FoundAdapter(UNIVERSAL, self.calls), FoundAdapter(WRITTEN_OUT, self.written)):
+            for path, one in adapter.found.items():
+                module = self.modules[path]
+                inside = [other for other in self._ours() if within(other, [path])]
+                inside.remove(path)
+                if inside:
+                    why = f"it contains another attention, '{inside[0]}'; move one of them into a module of its own"
+                elif hasattr(module, "mechanism") and not isinstance(module, FoundSite):
+                    why = "it has an attribute 'mechanism', which a site needs; rename it"
+                else:
+                    yield adapter, Site(path, module, one.heads, one.head_dim, one.asks, note=one.note)
+                    continue
+                raise InjectionError(f"'{path}' ({type(module).__name__}) {one.does}, and {why}")
+
+    def _ours(self) -> list[str]:
+        """Return the paths of all modules that become sites; one that is found in both ways is there twice."""
+        return [path for path in (*self.calls, *self.written, *self.taken) if path not in self.idle]
+
+
+def _change(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Return other inputs of the same kind: numbers are turned around and scaled, masks stay."""
+
+    def other(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 1:
+            return x.flatten().flip(0).view_as(x) * 1.3 + 0.1
+        if isinstance(x, Tensor) and x.dtype != torch.bool and x.numel() > 1 and x.max() > 1:
+            return x.flatten().flip(0).view_as(x)
+        if isinstance(x, dict):
+            return {key: other(value) for key, value in x.items()}
+        return type(x)(other(y) for y in x) if type(x) in (list, tuple) else x
+
+    return other(args), other(kwargs)

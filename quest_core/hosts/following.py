@@ -411,6 +411,8 @@ def _odd(flow: Flow, name: str) -> Flow:
     """Return a flow through a function that is not known: activations go on, logits and factors are lost."""
     if flow.origin.kind in ("plain", "parameter") and flow.factor == 1:
         return flow
+    if name in BY_HAND and flow.origin.kind == "product" and flow.origin.number < 0:  # its `odd` only names the product
+        return flow._replace(odd=name)
     return flow._replace(odd=flow.odd or name)
 
 

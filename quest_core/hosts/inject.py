@@ -25,12 +25,11 @@ from ..notices import say
 from ..projections import Projected, init_norms, norm_factors
 from ..registry import mechanisms
 from .adapter import Adapter, Site, require
-from .finding import WrittenAdapter
+from .finding import Finding
 from .plugins import adapter as find_adapter
 from .plugins import plugins, running_adapters
 from .sites import looks_like_attention, within
 from .torch import TorchAdapter
-from .universal import UniversalAdapter
 
 REPORT = "attention_report"
 """The attribute of an injected model that holds its Report."""
@@ -241,23 +240,20 @@ def inject(
 
     # Find all sites, and refuse what cannot be done.
     found = _choose_sites(model, adapters)
-    taken = [site.path for _, site in found]
-    universal = UniversalAdapter(example, taken)
-    written = WrittenAdapter(example, taken, allow_partial=allow_partial)
+    finding = Finding(model, [site.path for _, site in found])
+    if example is not None:
+        kernels_attend = all(owner.kernels_attend for owner in adapters)
+        finding.run(example, allow_partial=allow_partial, kernels_attend=kernels_attend)
+        found = [(owner, site) for owner, site in found if site.path not in finding.idle]
     if example is not None or adapter is None:
-        called = list(universal.sites(model))
-        written.called = [site.path for site in called]
-        found = [(owner, site) for owner, site in found if site.path not in universal.idle]
-        written.taken = universal.taken
-        found += [(universal, site) for site in called]
-        found += [(written, site) for site in written.sites(model)]
+        found += finding.sites()
     chosen = [(owner, replace(site, fresh=fresh)) for owner, site in found]
     if not chosen:
-        raise InjectionError(_nothing_found(model, adapters, universal, written))
+        raise InjectionError(_nothing_found(model, adapters, finding, ran=example is not None))
     by_design = frozenset(name for owner in adapters for name in owner.leaves_alone)
-    left = _left_alone(model, chosen, universal, by_design)
+    left = _left_alone(model, chosen, finding.missed, by_design)
     if not allow_partial:
-        _refuse_partial(config, chosen, by_design, {path: left[path] for path in left if path not in written.left})
+        _refuse_partial(config, chosen, by_design, {path: left[path] for path in left if path not in finding.left})
     for owner, site in chosen:
         require(owner, site, config)
     _refuse_heads(config, [site for _, site in chosen])
@@ -334,11 +330,14 @@ def uninject(model: nn.Module) -> nn.Module:
 
 
 def _left_alone(
-    model: nn.Module, chosen: Iterable[tuple[Adapter, Site]], universal: UniversalAdapter, by_design: Container[str]
+    model: nn.Module,
+    chosen: Iterable[tuple[Adapter, Site]],
+    missed: Mapping[str, nn.Module],
+    by_design: Container[str],
 ) -> dict[str, nn.Module]:
     """Return the modules, by path, that are or look like attention and are neither in a chosen one nor around one."""
     ours = {id(inner) for _, site in chosen for inner in site.module.modules()}
-    left = {path: module for path, module in universal.missed.items() if id(module) not in ours}
+    left = {path: module for path, module in missed.items() if id(module) not in ours}
     for path, module in model.named_modules():
         known = type(module).__name__ in by_design or looks_like_attention(module)
         if known and not any(id(inner) in ours for inner in module.modules()):
@@ -529,18 +528,15 @@ def _refuse_wrapped(model: nn.Module) -> None:
             )
 
 
-def _nothing_found(
-    model: nn.Module, adapters: Iterable[Adapter], universal: UniversalAdapter, written: WrittenAdapter
-) -> str:
-    ran = universal.example is not None
+def _nothing_found(model: nn.Module, adapters: Iterable[Adapter], finding: Finding, *, ran: bool) -> str:
     tried = ", ".join(a.name for a in adapters)
     named = {type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()}
-    lookalikes = sorted(named | {type(m).__name__ for m in universal.missed.values()})
+    lookalikes = sorted(named | {type(m).__name__ for m in finding.missed.values()})
     text = f"{type(model).__name__} has no attention that an adapter knows (tried: {tried})"
     if ran:
         text += ", and the example reached no call of scaled_dot_product_attention, multi_head_attention_forward or "
         text += "flex_attention, and no softmax of q·k"
-        text += "".join(f"; '{path}': {why}" for path, why in list(written.left.items())[:8])
+        text += "".join(f"; '{path}': {why}" for path, why in list(finding.left.items())[:8])
     if lookalikes:
         text += f"; modules that look like attention: {', '.join(lookalikes)}"
     text += "".join(f"; {problem}" for p in plugins() if p.running and isinstance(problem := p.load(), PluginError))

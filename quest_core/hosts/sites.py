@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..compat import force_eager, fx_node, is_compiling, require, same_random_state
+from ..compat import fx_node, is_compiling, require, same_random_state
+from ..config import AttentionConfig
 from ..drafts import draft, host_class
 from ..errors import UnsupportedError
 from ..mechanism import Mechanism
@@ -44,6 +45,7 @@ class FoundSite(nn.Module):
     """
 
     mechanism: Mechanism
+    found_attention: Any  # what an example showed of its attention: a Call or a Written
 
     def attention_mode(self) -> Mode | None:
         """Return the mode of one forward; None to leave the forward as the host's."""
@@ -96,10 +98,12 @@ def _empty(kind: Any, host: Any) -> Any:
     return object.__new__(_site_class(kind, host))
 
 
-def site_draft(kind: type[FoundSite], module: nn.Module) -> Any:
+def site_draft(kind: type[FoundSite], module: nn.Module, found: Any) -> Any:
     """Return the draft of `module` as a site; its parameters are the same objects."""
-    made: Any = _site_class
-    return draft(module, made(kind, host_class(module)))
+    site_class: Any = _site_class
+    made = draft(module, site_class(kind, host_class(module)))
+    made.found_attention = found
+    return made
 
 
 def refuse_checkpoint(path: str, levels: int) -> None:
@@ -155,6 +159,20 @@ def norm_note(norm: float | None) -> str:
     return "" if norm is None else f"the host's keys have norm {norm:.3g} already, so unit keys change only the scale"
 
 
+def beyond_operands(config: AttentionConfig, *, softmax: bool = True) -> str | None:
+    """Return what `config` needs beyond the operands of the host's product, and its `softmax`; or None."""
+    if config.family is not None:
+        return f"'{config.family}' forms no weights, and the host's own code does"
+    for part in config.components:
+        if part.axis == "grouping" and (part.reshapes or part.reads):
+            return f"'{part.name}' chooses key/value heads, and the host's own code does"
+        if part.axis == "score" and part.reads:
+            return f"'{part.name}' reads more than a query and a key"
+        if not part.leaves_softmax() and (softmax or part.axis != "normalizer"):
+            return f"'{part.name}' acts inside the host's own code, around its softmax"
+    return None
+
+
 def within(path: str, others: Iterable[str]) -> bool:
     """Return whether `path` is one of the others or inside one of them."""
     return any(path == other or other == "" or path.startswith(other + ".") for other in others)
@@ -190,48 +208,13 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(before)
 
 
-class Watching:
-    """Mixed into a TorchFunctionMode that watches the run of an example."""
-
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__(**options)
-        self.model = model
-        self.paths = {module: path for path, module in model.named_modules()}
-
-    def enter(self, module: nn.Module, inputs: Any) -> None:
-        """See a module begin; a forward pre-hook."""
-        raise NotImplementedError
-
-    def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """See a module end, also by an error; a forward hook."""
-        raise NotImplementedError
-
-    def run(self, example: Any, *, changed: bool = False) -> Any:
-        """Run the model without gradients, on other values if `changed`. Random state and buffers stay as they were."""
-        model, mode = self.model, self
-        handles = [module.register_forward_pre_hook(self.enter) for module in model.modules()]
-        handles += [module.register_forward_hook(self.leave, always_call=True) for module in model.modules()]
-        if changed:
-            handles.append(model.register_forward_pre_hook(_change, with_kwargs=True, prepend=True))
-        try:
-            with undisturbed(model), force_eager(), mode:  # type: ignore[attr-defined]
-                run_example(model, example)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return self
-
-
-def _change(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Return other inputs of the same kind: numbers are turned around and scaled, masks stay."""
-
-    def other(x: Any) -> Any:
-        if isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 1:
-            return x.flatten().flip(0).view_as(x) * 1.3 + 0.1
-        if isinstance(x, Tensor) and x.dtype != torch.bool and x.numel() > 1 and x.max() > 1:
-            return x.flatten().flip(0).view_as(x)
-        if isinstance(x, dict):
-            return {key: other(value) for key, value in x.items()}
-        return type(x)(other(y) for y in x) if type(x) in (list, tuple) else x
-
-    return other(args), other(kwargs)
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode in the block; at the end each module gets its own mode back."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,16 +29,21 @@ from ..compat import (
     size,
 )
 from ..config import AttentionConfig
-from ..drafts import host_class
-from ..errors import ConfigError, InjectionError, InputError, UnsupportedError
+from ..errors import ConfigError, InputError, UnsupportedError
 from ..mechanism import Mechanism, head_sizes
 from ..multihead import MultiheadAttention, leave_native_path
 from ..ops import hides_the_future, plain_mask
 from ..projections import HeadSizes
-from .adapter import Adapter, Capabilities, Site, mechanism_for, refusal
-from .sites import FoundSite, Watching, common_norm, in_compiled_graph, norm_note, refuse_checkpoint, site_draft, within
-
-SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax)
+from .adapter import Capabilities, mechanism_for
+from .sites import (
+    FoundSite,
+    beyond_operands,
+    common_norm,
+    in_compiled_graph,
+    norm_note,
+    refuse_checkpoint,
+    site_draft,
+)
 
 
 @dataclass(frozen=True)
@@ -62,9 +66,48 @@ class Call:
     note: str = ""  # a remark for the report
     query: Tensor | None = None  # without values: has the device and the type of the queries
 
+    @property
+    def does(self) -> str:
+        """A verb and its object for messages: the module calls its function."""
+        return f"calls {self.function}"
+
+    @property
+    def asks(self) -> Capabilities:
+        """The capabilities that the calls need of a mechanism."""
+        return Capabilities(causal=self.causal, cross=self.cross, dropout=self.dropout, weights=self.weights)
+
     def sizes(self, config: AttentionConfig) -> HeadSizes:
         """Return the sizes of the heads that `config` asks for."""
         return head_sizes(config, self.heads, self.head_dim, host_kv_heads=self.kv_heads)
+
+    def draft(self, module: nn.Module, config: AttentionConfig) -> Any:
+        """Return the draft of the module as a site with a mechanism; its parameters are the same objects."""
+        made = site_draft(Routed, module, replace(self, query=None))
+        made.mechanism = mechanism_for(module, config, self.sizes(config), self.scale, like=self.query)
+        if isinstance(module, nn.MultiheadAttention):
+            leave_native_path(made.mechanism)
+        return made
+
+    def refusal(self, config: AttentionConfig) -> str | None:
+        """Return what `config` needs beyond the q, k and v of a call, or None."""
+        if self.function == "flex_attention" and (why := beyond_operands(config)):
+            return why
+        try:
+            groups = self.sizes(config).kv_heads
+        except ConfigError:  # `draft` says it
+            groups = self.kv_heads
+        if groups != self.kv_heads:
+            return f"the host projects {self.kv_heads} key/value heads, and '{config}' asks for {groups}"
+        for part in config.components:
+            if self.repeated and (part.learnable or part.stateful or part.chained):
+                return f"one forward calls the function more than once, and '{part.name}' keeps something for each call"
+            if self.axes != 4 and (part.learnable or part.stateful):
+                return f"queries have {self.axes} axes, and '{part.name}' must know which is that of the heads"
+        if config.family is not None and self.masked:
+            return f"a mask hides pairs of queries and keys, and '{config.family}' takes masks of keys only"
+        if config.family is not None and self.heads != self.kv_heads:
+            return f"'{config.family}' needs as many key/value heads ({self.kv_heads}) as query heads ({self.heads})"
+        return None
 
     def joined(self, other: Call) -> Call:
         """Return what both calls of one module ask for.
@@ -120,7 +163,7 @@ class Routed(FoundSite):
     own (1 for quest, on the queries as the host made them).
     """
 
-    routed_call: Call
+    found_attention: Call
 
     def attention_mode(self) -> _Route:
         """Return the mode that redirects the calls."""
@@ -138,18 +181,18 @@ class _Route(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.unflatten:  # the one method that Dynamo reads only as a method
             return args[0].unflatten(*args[1:], **kwargs)
-        if func not in FUNCTIONS or FUNCTIONS[func].name != self.site.routed_call.function:
+        if func not in FUNCTIONS or FUNCTIONS[func].name != self.site.found_attention.function:
             return func(*args, **kwargs)
         if not is_compiling() and in_compiled_graph(self.site):
             return func(*args, **kwargs)
         self.calls += 1
         if not is_compiling():
-            refuse_checkpoint(self.site.routed_call.path, 2)
+            refuse_checkpoint(self.site.found_attention.path, 2)
         return FUNCTIONS[func].attend(self.site, *args, **kwargs)
 
     def finish(self) -> None:
         """Raise UnsupportedError unless the site called its function."""
-        known = self.site.routed_call
+        known = self.site.found_attention
         if not self.calls:
             raise UnsupportedError(
                 f"'{known.path}' did not call {known.function} this time, although it did when attention "
@@ -206,7 +249,7 @@ def _attend(site: Routed, *args: Any, **kwargs: Any) -> Tensor:
     q, k, v = (_batched(x, axes) for x in (q, k, v))
     n, m = size(q, 2), size(k, 2)
     if is_causal and mask is not None:
-        raise InputError(f"'{site.routed_call.path}': attn_mask and is_causal are both given; give one of them")
+        raise InputError(f"'{site.found_attention.path}': attn_mask and is_causal are both given; give one of them")
     if is_causal and n != m:  # Mechanism aligns at the last key
         mask, is_causal = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(), False
     out: Tensor = site.mechanism(q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=call.dropout_p)
@@ -220,7 +263,7 @@ def _check(site: Routed, heads: int, features: int, scale: float | None) -> None
     """Raise InputError if a call has other heads, features or another scale than that of the example."""
     if is_tracing():
         return
-    known, heads = site.routed_call, heads * site.mechanism.head_share[1]
+    known, heads = site.found_attention, heads * site.mechanism.head_share[1]
     if (heads, features) != (known.heads, known.head_dim):
         raise InputError(
             f"'{known.path}' is called with {heads} heads of {features} features, and was injected for "
@@ -351,160 +394,3 @@ FUNCTIONS = {
     FLEX_ATTENTION: _Function("flex_attention", _read_flex, _attend_flex),
 }
 """The functions whose calls are found and redirected, as a TorchFunctionMode sees them."""
-
-
-# --- finding and replacing --------------------------------------------------------------------------------------------
-
-
-class UniversalAdapter(Adapter):
-    """Adapter for every module that calls an attention function of PyTorch.
-
-    Args:
-        example: as in :func:`quest_core.inject`. None finds only modules that were injected before.
-        taken: paths of the modules that other adapters replace.
-    """
-
-    name: ClassVar[str] = "universal"
-    capabilities: ClassVar[Capabilities] = Capabilities()
-
-    def __init__(self, example: Any = None, taken: Sequence[str] = ()) -> None:
-        self.example, self.taken = example, list(taken)
-        self.missed: dict[str, nn.Module] = {}  # look like attention and never called one; set by `sites`
-        self.idle: list[str] = []  # of `taken`: did not run, and lie in a module that calls a function; set by `sites`
-        self._calls: dict[str, Call] = {}
-
-    def sites(self, model: nn.Module) -> Iterable[Site]:
-        """Return the modules that call a function of `FUNCTIONS`, in the order of their first calls.
-
-        Raises:
-            InjectionError: one of them contains another attention, or cannot be routed.
-            UnsupportedError: the calls of one module differ in the function, heads, features or scale.
-        """
-        modules = dict(model.named_modules())
-        calls = {path: module.routed_call for path, module in modules.items() if isinstance(module, Routed)}
-        search = _Search(model)
-        if self.example is not None:
-            search.run(self.example)
-        calls |= search.calls
-        self._calls = calls = {path: call for path, call in calls.items() if not within(path, self.taken)}
-        self.idle = [path for path in self.taken if within(path, search.calls) and path not in search.ran]
-        self.taken = [path for path in self.taken if path not in self.idle]
-        ours = [*calls, *self.taken]
-        for path, call in calls.items():
-            inside = [other for other in ours if other != path and within(other, [path])]
-            _refuse_unroutable(call, modules[path], inside)
-        if self.example is not None:
-            kinds = {host_class(modules[path]) for path in calls}
-            self.missed = {
-                path: module
-                for path, module in modules.items()
-                if (type(module) in kinds or path in search.softmaxes)
-                and not within(path, ours)
-                and not any(within(other, [path]) for other in ours)
-            }
-        for path, call in calls.items():
-            asked = Capabilities(causal=call.causal, cross=call.cross, dropout=call.dropout, weights=call.weights)
-            yield Site(path, modules[path], call.heads, call.head_dim, asked, note=call.note)
-
-    def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
-        """Return the draft of a site with a mechanism; its parameters are the same objects."""
-        made: nn.Module = route(site.module, self._calls[site.path], config)
-        return made
-
-    def refusal(self, site: Site, config: AttentionConfig) -> str | None:
-        """Return what `config` needs beyond the q, k and v of a call, or None."""
-        return why_not(self._calls[site.path], config) or refusal(config, site.capabilities)
-
-
-def route(module: nn.Module, call: Call, config: AttentionConfig) -> Any:
-    """Return the draft of `module` as a site; `call` describes its calls."""
-    made = site_draft(Routed, module)
-    made.routed_call = replace(call, query=None)
-    made.mechanism = mechanism_for(module, config, call.sizes(config), call.scale, like=call.query)
-    if isinstance(module, nn.MultiheadAttention):
-        leave_native_path(made.mechanism)
-    return made
-
-
-def why_not(call: Call, config: AttentionConfig) -> str | None:
-    """Return what `config` needs beyond the q, k and v of a call, or None."""
-    if call.function == "flex_attention" and (why := beyond_operands(config)):
-        return why
-    try:
-        groups = call.sizes(config).kv_heads
-    except ConfigError:  # `route` says it
-        groups = call.kv_heads
-    if groups != call.kv_heads:
-        return f"the host projects {call.kv_heads} key/value heads, and '{config}' asks for {groups}"
-    for part in config.components:
-        if call.repeated and (part.learnable or part.stateful or part.chained):
-            return f"one forward calls the function more than once, and '{part.name}' keeps something for each call"
-        if call.axes != 4 and (part.learnable or part.stateful):
-            return f"queries have {call.axes} axes, and '{part.name}' must know which is that of the heads"
-    if config.family is not None and call.masked:
-        return f"a mask hides pairs of queries and keys, and '{config.family}' takes masks of keys only"
-    if config.family is not None and call.heads != call.kv_heads:
-        return f"'{config.family}' needs as many key/value heads ({call.kv_heads}) as query heads ({call.heads})"
-    return None
-
-
-def beyond_operands(config: AttentionConfig, *, softmax: bool = True) -> str | None:
-    """Return what `config` needs beyond the operands of the host's product, and its `softmax`; or None."""
-    if config.family is not None:
-        return f"'{config.family}' forms no weights, and the host's own code does"
-    for part in config.components:
-        if part.axis == "grouping" and (part.reshapes or part.reads):
-            return f"'{part.name}' chooses key/value heads, and the host's own code does"
-        if part.axis == "score" and part.reads:
-            return f"'{part.name}' reads more than a query and a key"
-        if not part.leaves_softmax() and (softmax or part.axis != "normalizer"):
-            return f"'{part.name}' acts inside the host's own code, around its softmax"
-    return None
-
-
-def _refuse_unroutable(call: Call, module: nn.Module, inside: list[str]) -> None:
-    """Raise InjectionError if the calls of a module cannot be routed."""
-    if inside:
-        why = f"it contains another attention, '{inside[0]}'; move the call into a module of its own"
-    elif hasattr(module, "mechanism") and not isinstance(module, Routed):
-        why = "it has an attribute 'mechanism', which a site needs; rename it"
-    else:
-        return
-    raise InjectionError(f"'{call.path}' ({type(module).__name__}) calls {call.function}, and {why}")
-
-
-class _Search(Watching, TorchFunctionMode):
-    """Notes which module calls a function, and which forms weights by a softmax, while a model runs."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.running: list[tuple[nn.Module, list[int]]] = []  # each with the number of its calls
-        self.calls: dict[str, Call] = {}
-        self.softmaxes: set[str] = set()
-        self.ran: set[str] = set()
-
-    def enter(self, module: nn.Module, inputs: Any) -> None:
-        self.ran.add(self.paths[module])
-        self.running.append((module, [0]))
-
-    def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self.running.pop()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.running and not is_compiling() and not any(isinstance(module, Mechanism) for module, _ in self.running):
-            if func in FUNCTIONS:
-                module, count = self.running[-1]
-                count[0] += 1
-                path = self.paths[module]
-                call = replace(FUNCTIONS[func].read(path, *args, **kwargs), repeated=count[0] > 1)
-                self.calls[path] = self.calls[path].joined(call) if path in self.calls else call
-            elif func in SOFTMAXES and _are_weights(args[0] if args else kwargs["input"]):
-                outer = [m for m, _ in self.running if not isinstance(m, nn.Softmax)]
-                self.softmaxes.update(self.paths[m] for m in outer[-1:])
-        return func(*args, **kwargs)
-
-
-def _are_weights(logits: Tensor) -> bool:
-    """Return whether logits are shaped like attention, [B, H, N, M] or [B·H, N, N], which others rarely are."""
-    return logits.dim() > 3 or (logits.dim() == 3 and logits.shape[1] == logits.shape[2])

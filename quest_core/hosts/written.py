@@ -19,9 +19,9 @@ from ..config import AttentionConfig
 from ..errors import UnsupportedError
 from ..mechanisms.base import Score
 from ..projections import HeadSizes
-from .adapter import mechanism_for
+from .adapter import Capabilities, mechanism_for
 from .following import FUNCTIONS, SCALES, SOFTMAX, Following, Origin, alpha, equation, factor_of, name_of, operands
-from .sites import FoundSite, in_compiled_graph, refuse_checkpoint, site_draft
+from .sites import FoundSite, beyond_operands, in_compiled_graph, refuse_checkpoint, site_draft
 
 HIDDEN = -5e3  # a logit at or below it is hidden, for normalizers that count what a row sees
 SAME = 2**-7  # relative difference of factors that are one: a tensor of bfloat16 rounds them
@@ -124,6 +124,13 @@ class Written:
     layout: str | None = None
     note: str = field(default="", compare=False)
 
+    does = "writes attention out"
+
+    @property
+    def asks(self) -> Capabilities:
+        """The capabilities that the module needs of a mechanism."""
+        return Capabilities(causal=self.causal, cross=self.cross, regroups=False)
+
     @property
     def sites(self) -> list[Product]:
         """The products whose operands are prepared."""
@@ -142,6 +149,30 @@ class Written:
             raise UnsupportedError(f"'{self.path}' writes its attention in two ways, and a site has one mechanism")
         return replace(self, **flags)
 
+    def draft(self, module: nn.Module, config: AttentionConfig) -> Any:
+        """Return the draft of the module as a site with a mechanism; its parameters are the same objects."""
+        made = site_draft(WrittenOut, module, self)
+        sizes = HeadSizes(self.heads, self.kv_heads, self.head_dim, self.head_dim, self.head_dim)
+        made.mechanism = mechanism_for(module, config, sizes, self.scale)
+        score = made.mechanism.score
+        ours = [getattr(type(score), name) is getattr(Score, name) for name in ("forward", "query", "key")]
+        made.keeps_queries = all(ours[:2])
+        made.untouched = made.mechanism.fused and all(ours) and score.scale(self.head_dim) == self.scale
+        return made
+
+    def refusal(self, config: AttentionConfig) -> str | None:
+        """Return what `config` needs beyond the operands of the product and the place of the softmax, or None."""
+        if why := beyond_operands(config, softmax=False):
+            return why
+        for part in config.components:
+            if part.learnable and any(product.head is None for product in self.sites):
+                return f"'{part.name}' must know the axis of heads, which the example does not show"
+            if part.learnable and len(self.sites) > 1:
+                return f"one forward has {len(self.sites)} products, and '{part.name}' keeps something for each"
+            if part.axis == "normalizer" and not part.fused and self.layout is None:
+                return f"'{part.name}' needs logits of queries and keys only, [..., N, M]"
+        return None
+
 
 # --- at run time ------------------------------------------------------------------------------------------------------
 
@@ -149,7 +180,7 @@ class Written:
 class WrittenOut(FoundSite):
     """The class of a site: its products get prepared operands."""
 
-    written: Written
+    found_attention: Written
     untouched: bool
     keeps_queries: bool  # the score takes the queries as they are
 
@@ -163,7 +194,7 @@ class _Preparing(Following):
 
     def __init__(self, site: WrittenOut) -> None:
         super().__init__()
-        self.site, self.known, self.softmaxes = site, site.written, 0
+        self.site, self.known, self.softmaxes = site, site.found_attention, 0
         self.eager = is_eager()
         self.mechanism = mechanism = site.mechanism
         self.keeps = not mechanism.fused or mechanism.monitor is not None  # products until their softmax
@@ -333,16 +364,3 @@ def _undone(pair: tuple[Tensor, Tensor], factors: tuple[float, ...]) -> list[Ten
 
 def _same(one: float, two: float) -> bool:
     return math.isclose(one, two, rel_tol=SAME)
-
-
-def prepare(module: nn.Module, written: Written, config: AttentionConfig) -> nn.Module:
-    """Return the draft of `module` as a site; `written` describes its products."""
-    made = site_draft(WrittenOut, module)
-    sizes = HeadSizes(written.heads, written.kv_heads, written.head_dim, written.head_dim, written.head_dim)
-    made.written = written
-    made.mechanism = mechanism_for(module, config, sizes, written.scale)
-    score = made.mechanism.score
-    ours = [getattr(type(score), name) is getattr(Score, name) for name in ("forward", "query", "key")]
-    made.keeps_queries = all(ours[:2])
-    made.untouched = made.mechanism.fused and all(ours) and score.scale(written.head_dim) == written.scale
-    return made  # type: ignore[no-any-return]

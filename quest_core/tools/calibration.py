@@ -16,10 +16,10 @@ from ..compat import same_random_state
 from ..config import STANDARD, AttentionConfig, AttentionSpec
 from ..errors import ConfigError, InputError, UnsupportedError
 from ..hosts.adapter import Adapter
+from ..hosts.finding import UNIVERSAL
 from ..hosts.inject import inject
 from ..hosts.plugins import adapter as find_adapter
 from ..hosts.sites import run_example
-from ..hosts.universal import UniversalAdapter
 from ..mechanism import Mechanism, count_kv_heads
 from ..mechanisms.base import Dims
 from .monitor import Monitor
@@ -101,7 +101,7 @@ def calibrate(
     with same_random_state(model), torch.no_grad():
         twin = copy.deepcopy(model).eval()
         twin, replaced = inject(twin, _source(twin), adapter=adapter)
-        if unknown := [row.path for row in replaced.replacements if row.adapter == UniversalAdapter.name]:
+        if unknown := [row.path for row in replaced.replacements if row.adapter == UNIVERSAL]:
             raise UnsupportedError(f"no adapter knows which projection of '{unknown[0]}' makes its queries")
         given = adapter if isinstance(adapter, Adapter) else None
         owners = [(row.path, given or find_adapter(row.adapter)) for row in replaced.replacements]

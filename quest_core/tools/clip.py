@@ -6,10 +6,9 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, UnsupportedError
-from ..hosts.finding import WrittenAdapter
+from ..hosts.finding import UNIVERSAL, WRITTEN_OUT
 from ..hosts.inject import REPORT
 from ..hosts.plugins import adapter
-from ..hosts.universal import UniversalAdapter
 from ..mechanism import Mechanism
 from ..projections import Projected
 from .calibration import leaves
@@ -87,7 +86,7 @@ class QKClip:
             return
         rows = getattr(self.model, REPORT).replacements if hasattr(self.model, REPORT) else ()
         owners = [row.adapter for row in rows if row.path == path]
-        if not owners or owners[0] in (UniversalAdapter.name, WrittenAdapter.name):
+        if not owners or owners[0] in (UNIVERSAL, WRITTEN_OUT):
             raise UnsupportedError(f"QK-clip does not know which projection makes the queries of '{path}'")
         adapter(owners[0]).scale_queries(module, factor)
 

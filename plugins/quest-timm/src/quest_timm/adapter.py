@@ -21,8 +21,9 @@ from quest_core.drafts import host_class
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, Site, rate, refusal
 from quest_core.hosts.inject import KEYS, REPORT, Request, inject
+from quest_core.hosts.sites import evaluating
 from quest_core.hosts.torch import TorchAdapter
-from quest_core.hosts.universal import Call, Routed, route, why_not
+from quest_core.hosts.universal import Call, Routed
 from quest_core.mechanism import Mechanism
 
 ROUTED = {
@@ -85,7 +86,7 @@ class TimmAdapter(Adapter):
         call = _call(site.path, site.module)
         if call is None:
             return super().replace(site, config)
-        routed: Any = route(site.module, call, config)
+        routed: Any = call.draft(site.module, config)
         routed.fused_attn = True
         return routed
 
@@ -96,7 +97,7 @@ class TimmAdapter(Adapter):
         call = _call(site.path, site.module)
         if call is None:
             return super().refusal(site, config)
-        why = why_not(call, config) or Replacement.refuses(site.module, site.path, config)
+        why = call.refusal(config) or Replacement.refuses(site.module, site.path, config)
         return why or refusal(config, site.capabilities)
 
     def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
@@ -201,19 +202,15 @@ def _images(variant: str, options: Mapping[str, Any]) -> Callable[[nn.Module], N
         weight = next(model.parameters())
         draw = torch.Generator().manual_seed(next(calls))
         images = torch.randn(2, options.get("in_chans", channels), height, width, generator=draw).to(weight)
-        modes = {module: module.training for module in model.modules()}
-        model.eval()
         try:
-            model(images)
+            with evaluating(model):
+                model(images)
         except Exception as error:  # whatever a model raises on inputs that do not suit it
             raise InjectionError(
                 f"{variant} has attention that only a run of it finds, and does not run on images of shape "
                 f"{list(images.shape)} ({type(error).__name__}: {error}); build it without attention, and say "
                 "quest_core.inject(model, ..., example=batch)"
             ) from error
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
 
     return run
 
@@ -240,7 +237,7 @@ def _call(path: str, module: Any) -> Call | None:
     if _kind(module) not in ROUTED and not _shares_heads(module):
         return None
     if isinstance(module, Routed):
-        return module.routed_call
+        return module.found_attention
     asked: dict[str, Any] = {**ROUTED.get(_kind(module), {})}
     return Call(
         path=path,

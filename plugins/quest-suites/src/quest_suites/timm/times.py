@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import quest_core
 import quest_timm  # noqa: F401  # timm accepts attention= from here on
-from quest_core.hosts.universal import UniversalAdapter
 from quest_suites.contract import Cell, Progress, Result
 from quest_suites.timing import beside_stock
 
@@ -94,8 +93,8 @@ def run_time(cell: Cell, progress: Progress) -> Result:
         torch.manual_seed(cell.seed)
         model = make_model(cell.task).to(device)
         if own:
-            adapter = UniversalAdapter(x) if cell.task.endswith("-universal") else None
-            model, _ = quest_core.inject(model, cell.attention, adapter=adapter, fresh=True)
+            found: dict[str, Any] = {"adapter": (), "example": x} if cell.task.endswith("-universal") else {}
+            model, _ = quest_core.inject(model, cell.attention, fresh=True, **found)
         models.append(model.train())
     return beside_stock(*(partial(step, model, x) for model in models), rounds=rounds, progress=progress)
 
