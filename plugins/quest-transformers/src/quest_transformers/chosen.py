@@ -35,6 +35,7 @@ class Chosen(Adapter):
     """
 
     name: ClassVar[str] = "transformers"
+    kernels_attend: ClassVar[bool] = False  # those of state-space mixers do not
 
     def __init__(
         self,
@@ -121,19 +122,14 @@ def fulfil(
         others = [one for one in running_adapters() if not isinstance(one, type(adapter))] + [TorchAdapter()]
     known = [*chosen, *kept, *(site.path for one in others for site in one.sites(model))]
     unknown = [] if asked is None else unknown_attention(model, known)
-    idle: set[str] = set()  # classes of modules that form no weights, as state-space mixers
     if asked is not None and example is not None and runs:
         options["example"] = example
     elif asked is not None and (unknown or not known) and runs:
         try:
-            made = Example(model, unknown)
+            options["example"] = Example(model, unknown)
         except InjectionError:
             if not options.get("allow_partial"):
                 raise
-        else:
-            options["example"] = made
-            kinds = {path: _kind(model.get_submodule(path)) for path in unknown}
-            idle = {*kinds.values()} - {kinds[path] for path in unknown if path in made.weighs}
     elif unknown:
         options["allow_partial"] = True
     if not known and "example" not in options:
@@ -141,7 +137,7 @@ def fulfil(
     if chosen or asked is not None:
         # Unless the whole model asks for another, modules whose own config asks for nothing keep the host's attention,
         # and those that a part of it has replaced, through another adapter, keep theirs.
-        apart = idle
+        apart: set[str] = set()
         if asked is None:
             apart = {_kind(part) for path in kept for part in _along(model, path)}
             apart |= {_kind(part) for part in model.modules() if hasattr(part, "mechanism") and not is_attention(part)}

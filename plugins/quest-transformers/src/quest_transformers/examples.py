@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers.modeling_utils import PreTrainedModel
 
-from quest_core.compat import same_random_state
 from quest_core.errors import InjectionError
-from quest_core.hosts.universal import FUNCTIONS, SOFTMAXES
+from quest_core.hosts.sites import evaluating, undisturbed
 
 from .inputs import TRIES, inputs
-
-_WEIGHING = {*SOFTMAXES, *FUNCTIONS, F.log_softmax, torch.log_softmax}
 
 HELP = (
     "build it without attn_implementation, and say quest_core.inject(model, 'quest', example=batch); to load what was "
@@ -35,9 +30,6 @@ class Example:
         model: a PreTrainedModel.
         paths: of the modules that have to run; without any, the model runs.
 
-    Attributes:
-        weighs: paths of the modules that form weights by a softmax, themselves or in a module within.
-
     Raises:
         InjectionError: no inputs can be made that run them.
     """
@@ -52,7 +44,6 @@ class Example:
         self.runs: list[tuple[str, int]] = []  # the path of a module, and which of its inputs
         self.modules: dict[str, Any] = dict(model.named_modules())
         self.failed: dict[tuple[str, int], str] = {}
-        self.weighs: set[str] = set()
         missed = list(paths) or [""]
         while missed:
             reached = self._reach(missed[0])
@@ -91,59 +82,21 @@ class Example:
     def _tried(self, part: str, number: int) -> set[str]:
         """Return the paths of the modules that run; if the run fails, none, and `failed` says why."""
         self.failed[part, number] = "it runs, and does not reach it"
-        watch = _Watch(self.modules)
+        ran: set[nn.Module] = set()
+        handle = register_module_forward_pre_hook(lambda module, _: ran.add(module))
         try:
-            with same_random_state(self.modules[part]), torch.no_grad(), watch:
+            with undisturbed(self.modules[part]):
                 self._run(part, number)
         except Exception as error:  # whatever a model raises on inputs that do not suit it
             self.failed[part, number] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             return set()
-        self.weighs |= watch.weighs
-        return watch.reached
+        finally:
+            handle.remove()
+        return {path for path, module in self.modules.items() if module in ran}
 
     def _run(self, path: str, number: int) -> None:
         part: Any = self.modules[path]
         config = self.modules[self._around(path)[0]].config
-        modes = {module: module.training for module in part.modules()}
         self.calls += 1
-        part.eval()
-        try:
+        with evaluating(part):
             part(**inputs(part, config, number, torch.Generator().manual_seed(self.calls)))
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-
-
-class _Watch(TorchFunctionMode):
-    """Notes which modules run, and which of them form weights by a softmax."""
-
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        self.modules = modules
-        self.running: list[str] = []
-        self.reached: set[str] = set()
-        self.weighs: set[str] = set()
-        self.handles: list[Any] = []
-
-    def __enter__(self) -> Any:
-        for path, module in self.modules.items():
-            self.handles.append(module.register_forward_pre_hook(functools.partial(self._enter, path)))
-            self.handles.append(module.register_forward_hook(self._leave, always_call=True))
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for handle in self.handles:
-            handle.remove()
-
-    def _enter(self, path: str, *_: Any) -> None:
-        self.running.append(path)
-        self.reached.add(path)
-
-    def _leave(self, *_: Any) -> None:
-        self.running.pop()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _WEIGHING:
-            self.weighs.update(self.running)
-        return func(*args, **(kwargs or {}))
