@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import quest_core
 from quest_core import InjectionError, UnsupportedError
 from quest_core.hosts.finding import Finding
+from quest_core.hosts.torch import TorchAdapter
 
 B, N, H, D = 2, 6, 4, 8
 Spelling = Callable[..., Tensor]
@@ -515,6 +516,17 @@ def test_what_no_function_of_pytorch_computes_may_be_attention() -> None:
     model, x = make(kernel)
     with torch.no_grad(), pytest.raises(InjectionError, match="look like attention.*layers.0"):
         quest_core.inject(nn.Sequential(Model(scale_after_product), model.eval()), "quest", example=x)
+
+
+def test_an_adapter_may_say_that_kernels_of_its_host_do_not_attend() -> None:
+    class Host(TorchAdapter):
+        kernels_attend = False
+
+    model, x = make(kernel)
+    with torch.no_grad():
+        whole = nn.Sequential(Model(scale_after_product), model.eval())
+        _, report = quest_core.inject(whole, "quest", adapter=Host(), example=x)
+    assert report.left_alone == ("1.layers.0", "1.layers.1")
 
 
 # --- at run time ------------------------------------------------------------------------------------------------------
