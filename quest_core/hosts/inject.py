@@ -28,7 +28,7 @@ from .adapter import Adapter, Site, require
 from .finding import Finding
 from .plugins import adapter as find_adapter
 from .plugins import plugins, running_adapters
-from .sites import looks_like_attention, within
+from .sites import unknown_attention, within
 from .torch import TorchAdapter
 
 REPORT = "attention_report"
@@ -251,7 +251,7 @@ def inject(
     if not chosen:
         raise InjectionError(_nothing_found(model, adapters, finding, ran=example is not None))
     by_design = frozenset(name for owner in adapters for name in owner.leaves_alone)
-    left = _left_alone(model, chosen, finding.missed, by_design)
+    left = finding.missed | unknown_attention(model, [site.path for _, site in chosen], by_design)
     if not allow_partial:
         _refuse_partial(config, chosen, by_design, {path: left[path] for path in left if path not in finding.left})
     for owner, site in chosen:
@@ -327,22 +327,6 @@ def uninject(model: nn.Module) -> nn.Module:
         hook.remove()
     vars(model).pop(REPORT, None)
     return model
-
-
-def _left_alone(
-    model: nn.Module,
-    chosen: Iterable[tuple[Adapter, Site]],
-    missed: Mapping[str, nn.Module],
-    by_design: Container[str],
-) -> dict[str, nn.Module]:
-    """Return the modules, by path, that are or look like attention and are neither in a chosen one nor around one."""
-    ours = {id(inner) for _, site in chosen for inner in site.module.modules()}
-    left = {path: module for path, module in missed.items() if id(module) not in ours}
-    for path, module in model.named_modules():
-        known = type(module).__name__ in by_design or looks_like_attention(module)
-        if known and not any(id(inner) in ours for inner in module.modules()):
-            left[path] = module
-    return left
 
 
 def _refuse_partial(

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Protocol
 
@@ -166,7 +166,7 @@ def beyond_operands(config: AttentionConfig, *, softmax: bool = True) -> str | N
     for part in config.components:
         if part.axis == "grouping" and (part.reshapes or part.reads):
             return f"'{part.name}' chooses key/value heads, and the host's own code does"
-        if part.axis == "score" and part.reads:
+        if part.axis == "score" and (part.reads or part.chained):
             return f"'{part.name}' reads more than a query and a key"
         if not part.leaves_softmax() and (softmax or part.axis != "normalizer"):
             return f"'{part.name}' acts inside the host's own code, around its softmax"
@@ -184,6 +184,23 @@ def looks_like_attention(module: nn.Module) -> bool:
         return True
     linear = sum(map(is_linear, module.children()))
     return linear > 1 and any(isinstance(vars(module).get(name), int) for name in HEADS)
+
+
+def unknown_attention(model: nn.Module, known: Iterable[str], kinds: Container[str] = ()) -> dict[str, nn.Module]:
+    """Return the modules, by path, that look like attention and are neither in a known one nor around one.
+
+    Args:
+        model: they are in it.
+        known: paths of attention.
+        kinds: names of further classes of attention.
+    """
+    ours = {id(inner) for path in known for inner in model.get_submodule(path).modules()}
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if (type(module).__name__ in kinds or looks_like_attention(module))
+        and not any(id(inner) in ours for inner in module.modules())
+    }
 
 
 def run_example(model: nn.Module, example: Any) -> Any:

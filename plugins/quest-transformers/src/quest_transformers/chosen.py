@@ -13,7 +13,7 @@ from quest_core.errors import InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Site
 from quest_core.hosts.inject import REPORT, inject
 from quest_core.hosts.plugins import running_adapters
-from quest_core.hosts.sites import looks_like_attention
+from quest_core.hosts.sites import unknown_attention
 from quest_core.hosts.torch import TorchAdapter
 from quest_core.projections import Projected
 
@@ -121,7 +121,7 @@ def fulfil(
     if asked is not None:
         others = [one for one in running_adapters() if not isinstance(one, type(adapter))] + [TorchAdapter()]
     known = [*chosen, *kept, *(site.path for one in others for site in one.sites(model))]
-    unknown = [] if asked is None else unknown_attention(model, known)
+    unknown = () if asked is None else unknown_attention(model, known)
     if asked is not None and example is not None and runs:
         options["example"] = example
     elif asked is not None and (unknown or not known) and runs:
@@ -156,16 +156,6 @@ def fulfil(
         setattr(model, REPORT, replace(report, attention=", ".join(map(str, configs)), started=scaled))
         changed = changed or before != {id(part) for part in model.modules()}
     return changed
-
-
-def unknown_attention(model: nn.Module, known: Iterable[str]) -> list[str]:
-    """Return the paths of modules that look like attention and are neither in a known one nor around one."""
-    ours = {id(inner) for path in known for inner in model.get_submodule(path).modules()}
-    return [
-        path
-        for path, module in model.named_modules()
-        if looks_like_attention(module) and not any(id(inner) in ours for inner in module.modules())
-    ]
 
 
 def _chained(config: AttentionConfig) -> bool:

@@ -23,6 +23,7 @@ from quest_core.config import AttentionConfig
 from quest_core.drafts import draft
 from quest_core.errors import InjectionError, InputError, UnsupportedError
 from quest_core.hosts.adapter import mechanism_for
+from quest_core.hosts.sites import beyond_operands
 from quest_core.mechanism import Mechanism, head_sizes
 from quest_core.mechanisms.base import Score
 from quest_core.ops import hide_lowest
@@ -106,11 +107,7 @@ def has_mechanism(model: nn.Module) -> bool:
 
 def prepares(config: AttentionConfig) -> bool:
     """Return whether an attention is the host's own function of prepared queries and keys, and of another scale."""
-    if config.family is not None:
-        return False
-    return not any(
-        part.reshapes or part.chained or part.reads or not part.leaves_softmax() for part in config.components
-    )
+    return beyond_operands(config) is None
 
 
 def keywords(module: nn.Module) -> set[str]:
