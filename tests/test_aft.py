@@ -472,3 +472,13 @@ def test_gumbel_samples_follow_the_gumbel_softmax() -> None:
     draws = torch.stack([(family._positions() / w).argmax(1) for _ in range(4000)]).flatten()
     share = torch.bincount(draws, minlength=3) / 4000
     torch.testing.assert_close(share, w.softmax(1)[0].float(), rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize("spec", ["aft-simple", "aft-full", "aft-local", "aft-conv(window=3)"])
+def test_autocast_computes_in_the_wider_type(spec: str) -> None:
+    made = build(spec).float()
+    q, k, v = (x.float() for x in tensors(spec, 2, 2, 9, 9, 3))
+    exact = made(q, k, v)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = made(q, k, v)
+    torch.testing.assert_close(out, exact.bfloat16(), rtol=1e-5, atol=1e-5)

@@ -344,3 +344,15 @@ def test_a_cache_belongs_to_one_layer() -> None:
             two(x, is_causal=True, cache=cache)
         cache.reset()
         two(x, is_causal=True, cache=cache)
+
+
+@pytest.mark.parametrize("attention", ["quest", "quest+sigmoid", "linear", "aft-simple"])
+def test_a_mask_of_samples_applies_to_every_step(attention: str) -> None:
+    made = quest_core.Mechanism(attention, num_heads=2, head_dim=4).eval()
+    q, k, v = torch.randn(3, 2, 2, 6, 4)
+    mask = torch.tensor([True, False])[:, None, None, None]
+    cache = Cache()
+    with torch.no_grad():
+        parts = zip(*(x.split([3, 1, 2], 2) for x in (q, k, v)), strict=True)
+        got = torch.cat([made.decode(*new, cache, attn_mask=mask) for new in parts], 2)
+        torch.testing.assert_close(got, made(q, k, v, attn_mask=mask, is_causal=True))

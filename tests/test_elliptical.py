@@ -277,3 +277,12 @@ def test_no_gradient_flows_through_the_metric() -> None:
     first(q, k, v * 2)
     second(q, k, v.detach()).sum().backward()
     assert v.grad is None
+
+
+@pytest.mark.parametrize("n", [0, 3])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_no_keys(n: int, is_causal: bool) -> None:
+    first, second = pair("elliptical")
+    q, k, v = torch.randn(1, 4, n, 6), torch.randn(1, 4, 0, 6), torch.randn(1, 4, 0, 6)
+    first(q, k, v, is_causal=is_causal)
+    assert torch.equal(second(q, k, v, is_causal=is_causal), torch.zeros(1, 4, n, 6))

@@ -350,3 +350,14 @@ def test_derivatives_of_every_kind_equal_those_of_a_loop() -> None:
         lambda f: torch.func.vmap(f)(torch.stack([one, 2 * one])),
     ):
         torch.testing.assert_close(take(packed), take(looped))
+
+
+@pytest.mark.parametrize(
+    ("spec", "lengths"), [("aft-conv(dims=1, window=3)", MIXED), ("aft-conv(window=3)", [9, 4, 0, 16, 4])]
+)
+def test_sequences_of_other_lengths_are_no_part_of_a_grid(spec: str, lengths: list[int]) -> None:
+    """Padding would change what a grid is, so no batch is padded."""
+    made = quest_core.Mechanism(spec, num_heads=HEADS, head_dim=DIM).double()
+    with torch.no_grad():
+        made.family.gain.fill_(0.7)  # type: ignore[union-attr]
+    check(made, lengths, lengths)

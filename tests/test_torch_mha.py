@@ -361,3 +361,13 @@ def test_jit_script_is_refused_by_name() -> None:
     with pytest.raises(quest_core.UnsupportedError, match=r"'quest' does not support torch.jit.script.*torch.export"):
         torch.jit.script(model)
     assert isinstance(torch.jit.script(nn.MultiheadAttention(16, 4)), torch.jit.ScriptModule)
+
+
+def test_the_hint_is_causal_adds_nothing_to_a_mask_of_other_lengths() -> None:
+    """PyTorch aligns a causal mask at the first key, and takes is_causal=True with attn_mask for a hint."""
+    stock, ours = pair(batch_first=True)
+    query, key = torch.randn(2, 3, 12), torch.randn(2, 5, 12)
+    hidden = torch.ones(3, 5, dtype=torch.bool).triu(4)  # hides less than a causal mask aligned at the last key
+    how = {"attn_mask": hidden, "is_causal": True, "need_weights": False}
+    want = stock(query, key, key, attn_mask=hidden, need_weights=False)[0]
+    torch.testing.assert_close(ours(query, key, key, **how)[0], want)

@@ -797,3 +797,13 @@ def test_models_that_were_not_injected_run_as_before() -> None:
     assert CausalSelfAttention.__subclasses__()  # the site's own class; the host's is as it was
     assert CausalSelfAttention.forward.__module__ == __name__
     assert torch.overrides._get_current_function_mode_stack() == []
+
+
+def test_a_normalizer_drops_as_the_call_says() -> None:
+    q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
+    model, _ = quest_core.inject(nn.Sequential(Plain(dropout_p=0.5)), "sigmoid", example=lambda m: m[0](q, k, v))
+    outs = []
+    for call in (model[0], lambda *x: quest_core.attention(*x, "sigmoid", dropout_p=0.5)):
+        torch.manual_seed(0)
+        outs.append(call(q, k, v))
+    torch.testing.assert_close(*outs)
