@@ -9,8 +9,10 @@ import re
 import runpy
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ else:
     import tomli as tomllib
 
 import quest_core
-from devtools import environments, running
+from devtools import environments, pytest_plugin, running, versions
 from integration_tests.gpu import command as gpu
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -376,6 +378,34 @@ def test_every_run_draws_anew_and_says_what_repeats_it(tmp_path: Path) -> None:
     assert drawn[2] == drawn[3]
     assert runs[2].count("QUEST_TEST_SEED=7 repeats") == 2
     assert "QUEST_TEST_SEED is 'seven'" in run_pytest(tmp_path, QUEST_TEST_SEED="seven").stderr
+
+
+@pytest.mark.parametrize(
+    ("reason", "no_skip", "outcome"),
+    [
+        ("why", "0", "skipped"),
+        ("why", "1", "failed"),
+        ("", "0", "failed"),
+        ("unconditional skip", "0", "failed"),
+        (f"{versions.PREFIX} it", "1", "skipped"),
+    ],
+)
+def test_skips_need_a_reason_and_can_be_forbidden(
+    reason: str, no_skip: str, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUEST_NO_SKIP", no_skip)
+    report: Any = SimpleNamespace(outcome="skipped", longrepr=("test_it.py", 1, f"Skipped: {reason}"))
+    assert pytest_plugin._examine(report).outcome == outcome
+
+
+def test_the_processes_of_a_command_end_with_it(tmp_path: Path) -> None:
+    script = "import subprocess, sys; print(subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL).pid)"
+    assert running.run([sys.executable, "-c", script], tmp_path / "log") == 0
+    pid = int((tmp_path / "log").read_text().split()[-1])
+    stat, end = Path(f"/proc/{pid}/stat"), time.monotonic() + 20
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 def run_pytest(folder: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -140,6 +140,16 @@ def test_standard_keeps_the_hosts_random_numbers_where_it_drops_weights(packed) 
     assert len(packed) == 2
 
 
+def test_weights_of_packed_nodes_are_dropped(packed) -> None:
+    attn, x = model("quest", dropout=0.5).convs[0].attn, inputs(RAGGED)[0]
+    real = torch.arange(max(RAGGED)) < torch.tensor(RAGGED)[:, None]
+    dense = torch.zeros(*real.shape, 16, dtype=torch.double)
+    dense[real] = x
+    one, two = (attn(dense, dense, dense, key_padding_mask=~real, need_weights=False)[0] for _ in range(2))
+    assert len(packed) == 2
+    assert not torch.equal(one, two)
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("spec", ["standard", "quest", "sinkhorn", "elliptical"])
 @pytest.mark.parametrize("sizes", [(3, 0, 4), (24, 0, 2, 1)], ids=["padded", "packed"])

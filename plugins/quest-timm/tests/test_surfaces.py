@@ -268,6 +268,12 @@ def test_a_wrong_option_is_one_error(options, why):
         vit(**options)
 
 
+def test_moving_windows_refuse_chains():
+    with pytest.raises(quest_core.UnsupportedError, match="each layer with those of the one before, which differ here"):
+        timm.create_model("swin_tiny_patch4_window7_224", attention="elliptical-quest")
+    assert vit(attention="elliptical-quest").attention_report
+
+
 def test_parallel_blocks_are_sites_themselves():
     from timm.models.vision_transformer import ParallelScalingBlock
 
