@@ -377,8 +377,11 @@ class Mechanism(CheckpointGuard):
             return None
         if unit_keys and not self.takes_unit_keys:
             raise UnsupportedError(f"attention '{self.config}' needs the keys before any normalization")
-        if self._needs_input:
-            self._check_input(q, x)
+        if self._needs_input and x is None:
+            raise UnsupportedError(
+                f"attention '{self.config}': '{self._needs_input[0]}' reads the layer's input, which was not given; "
+                "pass x [B, N, H·D], or use quest_core.Attention or MultiheadAttention, which do"
+            )
         if dropout_p > 0 and self._no_dropout:
             raise UnsupportedError(
                 f"attention '{self.config}': '{self._no_dropout[0]}' has no weights to drop; set the attention "
@@ -397,22 +400,14 @@ class Mechanism(CheckpointGuard):
             mask = plain_mask(mask)
         if not exporting:
             self._check_shapes(q, k, v, mask, dropout_p, cached)
+            wanted = (q.shape[0], q.shape[2], q.shape[1] * q.shape[3])
+            if self._needs_input and x is not None and x.shape != wanted:
+                raise InputError(f"x has shape {list(x.shape)}; expected [B, N, H·D] = {list(wanted)}")
         if self._no_causal:
             self.refuse_future(mask, is_causal)
         if mask is not None and self.family is None and is_exporting_graph():
             mask = expand_mask(mask, q, k, cached)
         return mask if mask is None or mask.dtype == torch.bool or self.hides_by_infinity else hide_lowest(mask)
-
-    def _check_input(self, q: Tensor, x: Tensor | None) -> None:
-        """Raise unless x is the input of a layer with queries q."""
-        if x is None:
-            raise UnsupportedError(
-                f"attention '{self.config}': '{self._needs_input[0]}' reads the layer's input, which was not given; "
-                "pass x [B, N, H·D], or use quest_core.Attention or MultiheadAttention, which do"
-            )
-        wanted = (q.shape[0], q.shape[2], q.shape[1] * q.shape[3])
-        if x.shape != wanted:
-            raise InputError(f"x has shape {list(x.shape)}; expected [B, N, H·D] = {list(wanted)}")
 
     def _check_shapes(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, cached: int
