@@ -124,8 +124,8 @@ class Component(nn.Module):
     reshapes: ClassVar[bool] = False
     """Changes the shape of the host's projections."""
     fused: ClassVar[bool] = False
-    """Normalizer: is the softmax of `scaled_dot_product_attention`, so a fused kernel may replace it. ScoreMod, Output:
-    leaves it so."""
+    """Normalizer: is the softmax of `scaled_dot_product_attention`, so a fused kernel may replace it. ScoreMod:
+    is a bias, which such a kernel takes as a mask."""
     unit_keys: ClassVar[bool] = False
     """Score: prepares keys as k/‖k‖, so that a host's cache may hold those."""
     chained: ClassVar[bool] = False

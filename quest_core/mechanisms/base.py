@@ -263,7 +263,7 @@ class Output(Component):
     """What happens to the output of each head, before the host joins the heads."""
 
     axis = "output"
-    dropout = compares = fused = True
+    dropout = compares = True
 
     def __init__(self, dims: Dims | None) -> None:
         super().__init__()

@@ -33,9 +33,12 @@ class RelativeAttention(HostAttention):
 
     @classmethod
     def refuses(cls, host: Any, path: str, config: AttentionConfig) -> str | None:
-        """Refuse scores that read values."""
-        if any(part.chained for part in config.components):
-            return f"'{config.name}' changes queries by the values of tokens, and relative positions have no values"
+        """Refuse what needs more than queries and keys for a logit."""
+        for part in config.components:
+            if part.chained:
+                return f"'{part.name}' changes queries by the values of tokens, and relative positions have no values"
+            if part.axis == "score_mod":
+                return f"'{part.name}' changes logits, which are sums of two products here"
         return None
 
     def forward(
