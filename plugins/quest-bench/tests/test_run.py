@@ -142,6 +142,24 @@ def test_a_mechanism_of_another_distribution_is_measured_like_ours(
     assert cubed.result["versions"]["quest-cubed"] == "3.4"
 
 
+def test_the_example_of_a_suite_runs_on_files(inside: Path, tmp_path: Path) -> None:
+    example, about = Path(__file__).parents[3] / "examples" / "own_suite", tmp_path / "site" / "own_suite-0.1.dist-info"
+    shutil.copytree(example / "own_suite", tmp_path / "site" / "own_suite")
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: own-suite\nVersion: 0.1\n")
+    tables = (example / "pyproject.toml").read_text().split("[project.entry-points.")[1:]
+    (about / "entry_points.txt").write_text("".join(f"[{x.partition('[tool')[0]}".replace('"', "") for x in tables))
+    command = ["run", "own/csv", "--attention", "standard,quest", "--seeds", "0", "--smoke", "--out", "out"]
+    assert app_main(command) != 0  # without data
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in ("train.csv", "test.csv"):
+        (data / name).write_text("".join(f"{i % 2},{i},{-i},{i % 3},0.5\n" for i in range(40)))
+    assert app_main([*command, "--data", str(data)]) == 0
+    cells = load_all(Path("out"))
+    assert [0 <= cell.result["metrics"]["accuracy"] <= 100 for cell in cells] == [True, True]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["quest_power/__init__.py", "quest_power/later.py", "quest_power.py"])
 def test_a_changed_mechanism_of_a_checkout_is_another_commit(fake: Path, tmp_path: Path, file: str) -> None:

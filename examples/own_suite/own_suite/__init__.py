@@ -1,0 +1,1 @@
+"""A suite for quest bench: sequences of your own, in CSV files."""
