@@ -58,7 +58,7 @@ def shown(found: Comparison) -> str:
 
 
 def averaged(folders: list[str], keys: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """Return for each metric and attention its mean over folders, with p, in bold where it is distinguished."""
+    """Return for each metric and attention its mean over folders, with p, in bold where it is significant."""
     tables = {metric: sum(differences(folder, metric) for folder in folders) / len(folders) for metric, _ in keys}
     tested = correct([compared(tables[metric][name]) for metric, name in keys])
     texts = [f"{shown(found)}, p = {write_p(found.adjusted)}" for found in tested]
