@@ -203,7 +203,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "metric": "bits",
         "unit": "bits",
         "higher_is_better": False,
-        "also": [{"metric": "entropy", "unit": "nats"}, {"metric": "max_logit"}, {"metric": "query_norm"}],
         "selection": "validation",
         "options": WIDTHS_OPTIONS,
         "data": "a folder with input.txt, such as tiny Shakespeare; Python's documentation topics by default",
