@@ -513,7 +513,8 @@ def bounds(
     """How far a result may be from `exact`; `plain` are results of the plain formula in the type `rough`.
 
     The bound is `made.slack` times the relative error of the plain formula in the type of the cell, the largest of the
-    results of the cell, and that of a sum of M + D terms: (M + D) / 4 · eps · the largest number of the cell. The
+    results of the cell, and that of a sum of M + D terms: (M + D) / 4 · eps · the largest number of the cell, and twice
+    that for a parameter, whose gradient sums over queries too. The
     derivative of a unit vector is 1/‖x‖ times as large, before what lies along x is taken away. The error of float64 is
     that of float32 scaled. `least` is a size that the sums have at least, where they cancel.
 
@@ -541,7 +542,10 @@ def bounds(
         temperature = float(made.config.option("eps") or 1)
         logit += wide * float(added.max()) / temperature if added.numel() else 0.0
     sums = ((tensors[1].shape[2] + made.dim) / 4 * eps + logit) * max(largest, least) * steep
-    return [made.slack * (max(error, relative * size) + sums) for error, size in zip(errors, sizes, strict=True)]
+    return [
+        made.slack * (max(error, relative * size) + sums * (1 if right.dim() == 4 else 2))
+        for error, size, right in zip(errors, sizes, exact, strict=True)
+    ]
 
 
 def compare(
