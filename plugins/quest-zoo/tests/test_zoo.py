@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import quest_core
 import quest_zoo
@@ -174,3 +175,18 @@ def test_the_layers_input_comes_from_the_layer_or_is_missed(name: str) -> None:
         torch.testing.assert_close(torch.cat(steps, 1), layer(x, is_causal=True))
     rows = x.transpose(0, 1)  # tokens first
     torch.testing.assert_close(drop_in(rows, rows, rows)[0], drop_in(rows, rows, rows, need_weights=False)[0])
+
+
+@pytest.mark.parametrize("name", ["kscale", "fkn"])
+def test_gradients_under_activation_checkpointing_are_those_without(name: str) -> None:
+    """The backward pass computes the step once more, with the scale that the step had."""
+    found = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        layer = quest_core.Attention(32, 4, name).train()
+        for i in (1, 20):  # the second batch moves the scale
+            x = i * torch.randn(2, 9, 32)
+            out = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
+        out.square().sum().backward()
+        found.append([p.grad for p in layer.parameters()])
+    torch.testing.assert_close(*found)

@@ -45,12 +45,14 @@ class KeyScale(Score):
     causal = cross = cached = learnable = stateful = True
     reads = ("heads",)  # s_h belongs to one of all heads
     running: Tensor
+    pending: Tensor
     steps: Tensor
 
     def __init__(self, dims: Dims, *, scale: float | None) -> None:
         super().__init__(dims, scale=scale)
         self.gain = nn.Parameter(torch.ones(dims.head_dim))
-        self.register_buffer("running", torch.ones(dims.kv_heads))
+        self.register_buffer("running", torch.ones(dims.kv_heads))  # s_h
+        self.register_buffer("pending", torch.ones(dims.kv_heads))  # s_h of the next step
         self.register_buffer("steps", torch.zeros(()))
 
     def key(self, k: Tensor) -> Tensor:
@@ -63,17 +65,17 @@ class KeyScale(Score):
         return unit(k) * ratio
 
     def scale_of(self, norm: Tensor) -> Tensor:
-        """Return s_h [G, 1, 1] of before this step, or of it if it is the first; count it in training."""
-        before = self.running.to(norm.dtype)
+        """Return s_h [G, 1, 1], and count a training step. Checkpointing, which repeats a step, finds what it had."""
         if self.training and not is_recomputing():
             if (active := transform()) is not None:
                 raise UnsupportedError(f"attention '{self.name}' counts norms while training, which {active} forbids")
             now = norm.detach().mean((0, 2, 3))  # [G]
-            before = torch.where(self.steps == 0, now, before)
             with torch.no_grad():
-                self.running.copy_(torch.lerp(before, now, MOMENTUM))
+                self.running.copy_(torch.where(self.steps == 0, now, self.pending))
+                self.pending.copy_(torch.lerp(self.running, now.to(self.running), MOMENTUM))
                 self.steps.add_(1)
-        return torch.where(before > 0, before, 1)[:, None, None]
+        scale = self.running.to(norm.dtype, copy=True)  # the next step changes the buffer
+        return torch.where(scale > 0, scale, 1)[:, None, None]
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, *, head: Tensor, seen: Tensor) -> Tensor:
         k = k / self.running[:, None, None] * self.gain
