@@ -190,3 +190,10 @@ def test_gradients_under_activation_checkpointing_are_those_without(name: str) -
         out.square().sum().backward()
         found.append([p.grad for p in layer.parameters()])
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("name", ["xsa", "alibi", "forget"])
+@pytest.mark.parametrize("tokens", [5, 9])
+def test_what_needs_the_tokens_own_keys_refuses_another_sequence(name: str, tokens: int) -> None:
+    with pytest.raises(quest_core.UnsupportedError, match=f"'{name}' cannot attend to another sequence"):
+        quest_core.Attention(32, 4, name)(torch.randn(2, 5, 32), torch.randn(2, tokens, 32))
