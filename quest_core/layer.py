@@ -104,9 +104,9 @@ class Attention(Projected):
         for name, tokens in (("x", x), ("context", context)):
             if tokens is not None and tokens.dim() != 3:
                 raise InputError(f"{name} has shape {list(tokens.shape)}; it needs three axes: batch, tokens, features")
-        alone = [part.name for part in self.config.components if not part.cross] if context is not None else []
-        if alone:
-            raise UnsupportedError(f"attention '{self.config}': '{alone[0]}' cannot attend to another sequence")
+        unfit = [part.name for part in self.config.components if not part.cross] if context is not None else []
+        if unfit:
+            raise UnsupportedError(f"attention '{self.config}': '{unfit[0]}' cannot attend to another sequence")
         if cache is not None and context is not None:
             raise InputError("cache holds the keys of x itself; project a fixed context without one")
         if cache is not None and not is_causal:
