@@ -1,9 +1,9 @@
-"""Writes research/results/gpu.md: the report of `quest bench run gpu/attention`, step times of hosts, and the tests.
+"""Writes research/results/gpu.md: the results of `quest bench run gpu/attention`, step times of hosts, and the tests.
 
   python -m integration_tests.gpu.table --run runs/gpu/attention --out research/results/gpu.md
 
-`./dev gpu --table` runs the CUDA tests, the suite, and then this, which needs PyTorch only. From --steps it reads what
-the tests have left there: step times (integration_tests/gpu/test_<host>.py), and which tests passed.
+`./dev gpu --table` runs the CUDA tests, the suite, and then this. From --steps it reads what the tests have left there:
+step times (integration_tests/gpu/test_<host>.py), and which tests passed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,33 @@ from typing import Any
 from .command import SUITE
 from .measure import Timing, versions
 
-COMMAND = "path/to/python dev gpu --wheels wheels --table"
-REPORT = ("report.md", "report.html", "report", "results.parquet", "run.json")
+COMMAND = "path/to/python dev gpu --table"
+REPORT = "https://quest-attention.github.io/quest/results/gpu/report/"
+METRICS = {"forward time of sdpa": "Forward", "time of sdpa": "Forward and backward"}
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def attention_markdown(run: Path) -> str:
+    """For each direction a row for each attention and a column for each length: the ratio, as the mean over seeds."""
+    from quest_bench.groups import read_groups
+
+    groups = read_groups(run, "standard")
+    parts = []
+    for metric, title in METRICS.items():
+        found = [group for group in groups if group.suite.metric == metric]
+        found.sort(key=lambda group: int(group.task.removeprefix("N=")))
+        lines = [f"| {title} | " + " | ".join(group.task for group in found) + " |", "|---|" + "--:|" * len(found)]
+        for attention in dict.fromkeys(row.attention for group in found for row in group.rows):
+            rows = [group.row(attention) for group in found]
+            cells = [f"{row.score.mean:.2f}" if row and row.finished else "failed" for row in rows]
+            lines.append(f"| `{attention}` | " + " | ".join(cells) + " |")
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+# --- training steps ---------------------------------------------------------------------------------------------------
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
@@ -81,8 +106,7 @@ def suite_command() -> str:
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-def page(steps: list[dict[str, Any]], tests: dict[str, Counter[str]], where: dict[str, str], folder: str) -> str:
-    """Return the page; `folder` holds the report of the suite."""
+def page(attention: str, steps: list[dict[str, Any]], tests: dict[str, Counter[str]], where: dict[str, str]) -> str:
     return "\n".join(
         [
             "# Results on a GPU",
@@ -93,10 +117,11 @@ def page(steps: list[dict[str, Any]], tests: dict[str, Counter[str]], where: dic
             "",
             "## Attention",
             "",
-            f"[Report]({folder}/report.md) ([HTML]({folder}/report.html)) of `{suite_command()}`: the time of each "
-            "attention as a multiple of the fastest back-end of scaled_dot_product_attention in the same round, by "
-            "CUDA's events.",
+            f"`{suite_command()}` ([report]({REPORT})): the time of each attention as a multiple of the fastest back-end "
+            "of scaled_dot_product_attention in the same round, by CUDA's events. bfloat16, 65,536 tokens a call, 16 "
+            "query heads of 64 features.",
             "",
+            attention,
             "## Training steps of the frameworks",
             "",
             steps_markdown(steps),
@@ -108,29 +133,32 @@ def page(steps: list[dict[str, Any]], tests: dict[str, Counter[str]], where: dic
 
 
 def main(arguments: list[str]) -> int:
+    from quest_bench.store import load_all, write_table
+
     parser = argparse.ArgumentParser(
         prog="python -m integration_tests.gpu.table",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("research/results/gpu.md"), help="the page; the report goes to gpu/"
+        "--out", type=Path, default=Path("research/results/gpu.md"), help="the page; the results go to gpu/"
     )
-    parser.add_argument("--run", type=Path, default=Path("runs/gpu/attention"), help="folder of `quest bench report`")
+    parser.add_argument("--run", type=Path, default=Path("runs/gpu/attention"), help="folder of `quest bench run`")
     parser.add_argument("--steps", type=Path, default=Path("runs/gpu"), help="folder of what the tests have left")
     parser.add_argument("--device", default="cuda", help="the device whose name and versions the page shows")
     options = parser.parse_args(arguments)
     folder = options.out.with_suffix("")
-    missing = [name for name in REPORT if not (options.run / name).exists()]
-    if missing:
-        parser.error(
-            f"{options.run} lacks {', '.join(missing)}; first: {suite_command()}; quest bench report {options.run}"
-        )
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for name in REPORT:
-        (shutil.copytree if name == "report" else shutil.copy)(options.run / name, folder / name)
-    text = page(read_steps(options.steps), read_tests(options.steps), versions(options.device), folder.name)
+    if not any(options.run.glob("cells/*")):
+        parser.error(f"{options.run} holds no cells; first: {suite_command()}")
+    text = page(
+        attention_markdown(options.run),
+        read_steps(options.steps),
+        read_tests(options.steps),
+        versions(options.device),
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(options.run / "run.json", folder)
+    write_table(load_all(options.run), folder / "results.parquet")
     options.out.write_text(text)
     print(text)
     return 0

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("torch_geometric", reason="torch_geometric is not installed in this Python")
 
 import torch
-from pytorch_lightning import Callback, Trainer, seed_everything
 from torch_geometric.graphgym.config import cfg, set_cfg
+from torch_geometric.graphgym.imports import pl
 from torch_geometric.graphgym.model_builder import create_model
 from torch_geometric.graphgym.train import GraphGymDataModule
 
@@ -30,7 +30,7 @@ SIZES: dict[str, dict[str, int]] = {
 PRECISIONS: dict[str, Any] = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
-class Watch(Callback):
+class Watch(pl.Callback):
     """The loss and the time of every step."""
 
     def __init__(self, device: str) -> None:
@@ -41,7 +41,7 @@ class Watch(Callback):
     def on_train_batch_start(self, *_: Any) -> None:
         self.started = now(self.on)
 
-    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *_: Any) -> None:
         self.seconds.append(now(self.on) - self.started)
         self.losses.append(outputs["loss"].item())
 
@@ -69,12 +69,12 @@ class TestGraphGPS(HostTraining):
         cfg.optim.num_warmup_epochs, cfg.optim.max_epoch = 0, 1 + steps * sizes["batch"] // sizes["graphs"]
         cfg.dataset.format, cfg.dataset.name = "memory", "PATTERN"
         gps.MEMORY["PATTERN"] = GENERATORS["PATTERN"]((sizes["graphs"], 4, 4), 0)
-        seed_everything(0, verbose=False)
+        pl.seed_everything(0, verbose=False)
         data, model, watch = GraphGymDataModule(), create_model(), Watch(device)
         if compiled:
             torch.compiler.reset()
             model.model.compile(backend=compiler(device), dynamic=True)  # every batch has another size
-        trainer = Trainer(
+        trainer = pl.Trainer(
             max_steps=steps,
             accelerator="gpu" if device == "cuda" else "cpu",
             devices=1,

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch_pointcloud", reason="torch-pointcloud is not installed in this Python")
+pytest.importorskip("spconv", reason="spconv is not installed in this Python")
 
 import torch
 from spconv.cppconstants import CPU_ONLY_BUILD

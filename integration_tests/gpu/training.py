@@ -50,7 +50,7 @@ class HostTraining:
     distribution: str
     model: str
     steps: ClassVar[dict[str, int]] = {"cpu": 8, "cuda": 40}
-    rounds = 9
+    rounds = 5
     compiles = True
     fused = frozenset({"flash", "cudnn"})
 
@@ -139,11 +139,11 @@ class HostTraining:
 
     @pytest.mark.parametrize(
         ("device", "precisions"),
-        [("cpu", ("fp32",)), pytest.param("cuda", ("bf16", "fp16", "fp32"), marks=pytest.mark.gpu)],
+        [("cpu", ("fp32",)), pytest.param("cuda", ("bf16", "fp32"), marks=pytest.mark.gpu)],
     )
     def test_step_time(self, device: str, precisions: tuple[str, ...], tmp_path: Path) -> None:
         """Stock, standard and quest train in turns; on a GPU the times go to the table."""
-        rounds = self.rounds if device == "cuda" else 2
+        rounds, steps = (self.rounds, 24) if device == "cuda" else (2, self.steps[device])
         rows = []
         order = random.Random(0)
         for precision in precisions:
@@ -152,10 +152,9 @@ class HostTraining:
                 names = list(times)
                 order.shuffle(names)
                 for name in names:
-                    run = self.train(
-                        None if name == "stock" else name, device=device, precision=precision, steps=self.steps[device]
-                    )
-                    assert len(run.seconds) == self.steps[device]
+                    attention = None if name == "stock" else name
+                    run = self.train(attention, device=device, precision=precision, steps=steps)
+                    assert len(run.seconds) == steps
                     warm = run.seconds[len(run.seconds) // 4 :]  # the first steps compile and allocate
                     times[name].append(statistics.median(warm))
             for name, own in times.items():

@@ -52,9 +52,9 @@ def run_graph(cell: Cell, progress: Progress, *, watch: int = 0) -> Result:
     Raises:
         ConfigError: an option is invalid, or the data is missing.
     """
-    from pytorch_lightning import Callback, Trainer, seed_everything
     from torch_geometric.data import Batch
     from torch_geometric.graphgym.config import cfg, set_cfg
+    from torch_geometric.graphgym.imports import pl  # `lightning` or `pytorch_lightning`; their classes do not mix
     from torch_geometric.graphgym.model_builder import create_model
     from torch_geometric.graphgym.train import GraphGymDataModule
 
@@ -75,7 +75,7 @@ def run_graph(cell: Cell, progress: Progress, *, watch: int = 0) -> Result:
     cfg.dataset.format, cfg.dataset.name = "memory", cell.task
     gps.MEMORY[cell.task] = splits(cell)
 
-    seed_everything(cell.seed, verbose=False)
+    pl.seed_everything(cell.seed, verbose=False)
     with _quiet():
         module = GraphGymDataModule()
         model = create_model()
@@ -86,7 +86,7 @@ def run_graph(cell: Cell, progress: Progress, *, watch: int = 0) -> Result:
     seen: dict[str, list[float]] = {}
     best: dict[str, Any] = {"state": None, "epoch": -1}
 
-    class Watch(Callback):
+    class Watch(pl.Callback):
         """Records losses, measures each epoch on the validation split, and keeps the best epoch's weights."""
 
         def on_train_epoch_start(self, trainer: Any, lightning: Any) -> None:
@@ -124,7 +124,7 @@ def run_graph(cell: Cell, progress: Progress, *, watch: int = 0) -> Result:
 
     watch = Watch()
     with _quiet():
-        trainer = Trainer(
+        trainer = pl.Trainer(
             max_epochs=cfg.optim.max_epoch,
             accelerator="gpu" if cfg.accelerator == "cuda" else "cpu",
             devices=1,
