@@ -231,13 +231,13 @@ def test_the_variable_length_kernel_gets_what_it_needs(
             assert all(step % 8 == 0 for step in x.stride()[:2])
         assert options["window_size"] == ((-1, 0) if is_causal else (-1, -1))
         standard = quest_core.Mechanism(
-            f"standard(scale={options['scale']})" + ("+gqa(kv_heads=2)" if options["enable_gqa"] else ""),
+            f"standard(scale={options['scale']})" + ("+gqa(kv_heads=2)" if options.get("enable_gqa") else ""),
             num_heads=HEADS,
             head_dim=DIM,
         )
         return loop(query, key, value, standard, MIXED, MIXED, is_causal=is_causal)
 
-    monkeypatch.setattr(packing, "_varlen_attn", lambda: varlen_attn)
+    monkeypatch.setattr(packing, "_varlen_attn", lambda shared: varlen_attn)
     monkeypatch.setattr(packing, "_varlen_applies", lambda *_: True)
     mechanism = quest_core.Mechanism(spec, num_heads=HEADS, head_dim=DIM).double()
     check(mechanism, MIXED, MIXED, groups=2 if "gqa" in spec else HEADS, is_causal=is_causal)
@@ -268,7 +268,7 @@ def test_gpus_before_ampere_take_padded_batches(
     capability: tuple[int, int], applies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(packing, "_varlen_attn", lambda: lambda *_, **__: None)
+    monkeypatch.setattr(packing, "_varlen_attn", lambda shared: lambda *_, **__: None)
     mechanism = quest_core.Mechanism("quest", num_heads=HEADS, head_dim=DIM)
     plan = PackingPlan(cumulative(MIXED))
     with FakeTensorMode():
@@ -278,7 +278,7 @@ def test_gpus_before_ampere_take_padded_batches(
 
 def test_pytorchs_own_varlen_attn_is_recognized() -> None:
     """Where this PyTorch has one; its parameters decide whether it is used."""
-    found = packing._varlen_attn()
+    found = packing._varlen_attn(shared=True)
     assert found is None or {"cu_seq_q", "max_q"} <= inspect.signature(found).parameters.keys()
 
 

@@ -37,7 +37,7 @@ ATTENTIONS = (
 )
 LENGTHS = (197, 1024, 4096, 16384)
 TASKS = "gpu/attention/" + ",".join(f"N={length}" for length in LENGTHS)
-SUITE = ["run", TASKS, "--attention", ",".join(ATTENTIONS), "--seeds", "0-1", "--set", "rounds=11", "--set", "slice_ms=10"]
+SUITE = f"run {TASKS} --attention {','.join(ATTENTIONS)} --seeds 0 --set rounds=11 --set slice_ms=10".split()
 """Arguments of `quest bench`, without the folder."""
 CORE_REQUIREMENTS = ("-e", f"{ROOT}[test]", "-e", str(PLUGINS / BENCH), "-e", str(RESEARCH))
 

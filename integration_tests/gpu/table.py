@@ -117,9 +117,9 @@ def page(attention: str, steps: list[dict[str, Any]], tests: dict[str, Counter[s
             "",
             "## Attention",
             "",
-            f"`{suite_command()}` ([report]({REPORT})): the time of each attention as a multiple of the fastest back-end "
-            "of scaled_dot_product_attention in the same round, by CUDA's events. bfloat16, 65,536 tokens a call, 16 "
-            "query heads of 64 features.",
+            f"`{suite_command()}` ([report]({REPORT})): the time of each attention as a multiple of the fastest "
+            "back-end of scaled_dot_product_attention in the same round, by CUDA's events. bfloat16, 65,536 tokens a "
+            "call, 16 query heads of 64 features.",
             "",
             attention,
             "## Training steps of the frameworks",

@@ -32,10 +32,12 @@ def divided(rank: int, world: int, attention: str, folder: str) -> None:
         (out.float().square().mean() / world).backward()
     (whole,) = context_parallel_unshard(mesh, [out.detach()], [1])
     torch.testing.assert_close(whole, wanted, rtol=2e-2, atol=2e-2)
+    largest = max(slope.norm() for slope in slopes)
     for p, slope in zip(layer.parameters(), slopes, strict=True):
         total = p.grad.float()
         torch.distributed.all_reduce(total)
-        assert (total - slope).norm() <= 0.05 * slope.norm()
+        # Softmax does not change with the bias of keys: what is left of its gradient is rounding.
+        assert (total - slope).norm() <= 0.05 * slope.norm() + 1e-3 * largest
     torch.distributed.destroy_process_group()
 
 

@@ -25,7 +25,7 @@ environment = "quest-graphgps"
 
 SIZES: dict[str, dict[str, int]] = {
     "cpu": {"graphs": 8, "batch": 4, "layers": 1, "width": 32, "heads": 4},
-    "cuda": {"graphs": 640, "batch": 64, "layers": 6, "width": 256, "heads": 8},
+    "cuda": {"graphs": 600, "batch": 64, "layers": 6, "width": 256, "heads": 8},
 }
 PRECISIONS: dict[str, Any] = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 

@@ -50,7 +50,8 @@ def test_packed_sequences(
         else:
             out = quest_core.attention_packed(*leaves, module, cu_seqlens=ends, is_causal=is_causal)
         found.append([out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))])
-    assert calls == ([dtype] if device == "cuda" else [])
+    kernel = quest_core.tools.packing._varlen_attn("gqa" in attention)
+    assert calls == ([dtype] if device == "cuda" and kernel else [])
     for got, plain, truth in zip(*found, strict=True):
         error, yardstick = (got.double() - truth).norm(), (plain.double() - truth).norm()
         assert got.dtype == dtype

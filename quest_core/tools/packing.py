@@ -21,12 +21,13 @@ from ..compat import autocast_dtype, transform
 from ..config import AttentionSpec
 from ..errors import InputError, UnsupportedError
 from ..mechanism import Mechanism, shared_mechanism
+from ..mechanisms.groupings import MultiHead
 
 # The padded area of all buckets, the sum of sequences · N · M, is at most this many times the real area, Σ n · m. The
 # bound limits memory and arithmetic on every machine alike. Within it there are as few buckets as possible.
 WASTE = 1.25
 FLASH_CAPABILITY = (8, 0)  # PyTorch's flash kernels need this compute capability (Ampere) or a later one
-VARLEN_OPTIONS = {"scale", "window_size", "enable_gqa"}  # what PyTorch's variable-length attention must accept
+VARLEN_OPTIONS = {"scale", "window_size"}  # what PyTorch's variable-length attention must accept
 
 # The piece of a packed call that the mechanism computes in this thread: its number from 0 on, and the queries that are
 # not padding [B, N], or None if all are. A Monitor reads it.
@@ -334,13 +335,14 @@ def _split(x: Tensor, layout: _Layout, keys: bool) -> list[Tensor]:
 
 
 @functools.cache
-def _varlen_attn() -> Callable[..., Any] | None:
-    """Return PyTorch's variable-length attention if it has a scale, windows and shared key heads, else None."""
+def _varlen_attn(shared: bool) -> Callable[..., Any] | None:
+    """Return PyTorch's variable-length attention if it has a scale, windows and, if `shared`, shared key heads."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return varlen_attn if inspect.signature(varlen_attn).parameters.keys() >= VARLEN_OPTIONS else None
+    needed = VARLEN_OPTIONS | ({"enable_gqa"} if shared else set())
+    return varlen_attn if inspect.signature(varlen_attn).parameters.keys() >= needed else None
 
 
 def flash_runs(device: torch.device, dtype: torch.dtype) -> bool:
@@ -370,7 +372,7 @@ def varlen_computes(
     """Return whether the variable-length kernels compute a mechanism in `dtype` on `device`."""
     return (
         flash_runs(device, dtype)
-        and _varlen_attn() is not None
+        and _varlen_attn(not isinstance(mechanism.grouping, MultiHead)) is not None
         and mechanism.fused
         and not mechanism.reads
         and dropout_p == 0
@@ -382,14 +384,15 @@ def varlen_computes(
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, mechanism: Mechanism, plan: PackingPlan, is_causal: bool) -> Tensor:
     """Return the output [T, H, Dv] by the variable-length kernels."""
-    varlen_attn = _varlen_attn()
-    assert varlen_attn is not None  # _varlen_applies says so
     if why := mechanism.grouping.mismatch(q.shape[1], k.shape[1]):
         raise InputError(f"attention '{mechanism.config}': {why}")
     dtype = autocast_dtype(q.device.type) or q.dtype
     # Scores work on [B, H, N, D]: all tokens of all sequences are one batch row.
     q, k, row_v = (x.transpose(0, 1)[None] for x in (q, k, v))
     q, k, scale = mechanism.score(q, k, row_v, mask=None, is_causal=is_causal)
+    shared = q.shape[1] != k.shape[1]
+    varlen_attn = _varlen_attn(shared)
+    assert varlen_attn is not None  # _varlen_applies says so
     out: Tensor = varlen_attn(
         *(_align(x.to(dtype)) for x in (q[0].transpose(0, 1), k[0].transpose(0, 1), v)),
         plan.cu_seqlens_q,
@@ -397,7 +400,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, mechanism: Mechanism, plan: Packing
         *plan.longest,
         scale=scale,
         window_size=(-1, 0) if is_causal else (-1, -1),
-        enable_gqa=q.shape[1] != k.shape[1],
+        **({"enable_gqa": True} if shared else {}),
     )
     return out
 
