@@ -44,16 +44,16 @@ def unit(x: Tensor) -> Tensor:
 def _divide(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return x / ‖x‖₂ [..., D], and ‖x‖₂ [..., 1] in float32 or float64: infinity for a zero vector."""
     dtype, least = (torch.float64, 1e-154) if x.dtype == torch.float64 else (torch.float32, 1e-19)
-    # Half types are converted once: a CPU converts them several times slower inside another operation.
-    wide = x if x.dtype == dtype or not x.is_cpu else x.to(dtype)
+    # A CPU converts half types several times slower inside another operation; a GPU does it without a copy in memory.
+    wide = x.to(dtype) if x.is_cpu else x
     norm: Tensor = torch.linalg.vector_norm(wide, 2, -1, True, dtype=dtype)
     # One operation, whose derivative is 0 where it replaces the norm; torch.onnx.export(dynamo=False) lacks it.
     norm = norm.masked_fill(norm <= least, math.inf) if is_tracing() else torch.threshold(norm, least, math.inf)
     if x.dtype == dtype:
         return x / norm, norm
-    recorded = x.requires_grad and torch.is_grad_enabled()
-    out = wide / norm if wide is x or recorded or not is_eager() else wide.div_(norm)
-    return out.to(x.dtype), norm
+    if (x.requires_grad and torch.is_grad_enabled()) or not is_eager():
+        return (wide / norm).to(x.dtype), norm
+    return wide.div_(norm).to(x.dtype) if x.is_cpu else torch.div(x, norm, out=torch.empty_like(x)), norm
 
 
 class _Unit(torch.autograd.Function):
@@ -70,17 +70,24 @@ class _Unit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_inverse: Tensor | None) -> Tensor | None:
         out, inverse = ctx.saved_tensors
-        wide = out.to(inverse.dtype)
-        total = None
-        if grad is not None:  # d x̄ = (dx − (dx·x̄) x̄) / ‖x‖
-            along = inverse * (wide * grad).sum(-1, keepdim=True)  # [..., 1]
-            scaled = inverse * grad  # in the memory that the product has just left: new pages take longer than the sum
-            subtract = scaled.addcmul if torch.is_grad_enabled() else scaled.addcmul_
-            total = subtract(wide, along, value=-1)
+        total = None if grad is None else _slope(grad, out, inverse)
         if grad_inverse is not None:  # d 1/‖x‖ = −(dx·x̄) / ‖x‖²
-            change = -grad_inverse * inverse.square() * wide
+            change = -grad_inverse * inverse.square() * out.to(inverse.dtype)
             total = change if total is None else total + change
         return None if total is None else total.to(out.dtype)
+
+
+def _slope(grad: Tensor, out: Tensor, inverse: Tensor) -> Tensor:
+    """Return the gradient (dx − (dx·x̄) x̄) / ‖x‖ [..., D], for dx = `grad`, x̄ = `out` and 1 / ‖x‖ = `inverse`."""
+    if not (out.is_cpu or out.dtype == inverse.dtype or torch.is_grad_enabled()):  # half the memory traffic on a GPU
+        scaled = inverse * grad
+        along = (out * scaled).sum(-1, keepdim=True)  # [..., 1]
+        return torch.addcmul(scaled, out, along, value=-1, out=torch.empty_like(out))
+    wide = out.to(inverse.dtype)
+    along = inverse * (wide * grad).sum(-1, keepdim=True)
+    scaled = inverse * grad  # in the memory that the product has just left: new pages take longer than the sum
+    subtract = scaled.addcmul if torch.is_grad_enabled() else scaled.addcmul_
+    return subtract(wide, along, value=-1)
 
 
 _unit: Callable[[Tensor], tuple[Tensor, Tensor]] = _Unit.apply
