@@ -1,14 +1,17 @@
-"""The attention of a training in float64, against which tests compare what hosts' loggers show."""
+"""The attention of a training in float64, and what hosts' loggers show of it, for tests that compare them."""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -49,6 +52,39 @@ def recorded() -> Iterator[list[tuple[float, float]]]:
         for owner in (F, torch, Tensor):
             stack.enter_context(patched(owner, "softmax", lambda z, *_, **__: z.detach().double()))
         yield seen
+
+
+def check(logged: dict[str, float], calls: list[tuple[float, float]], **tolerance: float) -> None:
+    """Fail unless a log has, for each call of attention, a layer with its largest logit and mean entropy.
+
+    Args:
+        logged: what a host's logger shows of one step, by the keys of `quest_core.Watch.step`.
+        calls: those of that step, of `recorded`.
+        tolerance: as for `pytest.approx`.
+    """
+    layers = [key.removesuffix("/max_logit/max") for key in logged if key.endswith("/max_logit/max")]
+    tops, entropies = zip(*calls, strict=True)
+    assert [logged[f"{layer}/max_logit/max"] for layer in layers] == pytest.approx(tops, **tolerance)
+    assert [logged[f"{layer}/entropy/mean"] for layer in layers] == pytest.approx(entropies, **tolerance)
+    assert logged["attention/max_logit"] == pytest.approx(max(tops), **tolerance)
+    assert min(entropies) <= logged["attention/entropy"] + 1e-3 <= max(entropies) + 2e-3  # layers differ in heads
+    for layer in layers:
+        for name in ("max_logit", "entropy", "top_key_share", "query_norm_max", "key_norm_max"):
+            low, mean, high = (logged[f"{layer}/{name}/{over}"] for over in ("min", "mean", "max"))
+            assert low <= mean <= high
+
+
+def scalars(folder: Path) -> dict[int, dict[str, float]]:
+    """Return what TensorBoard shows of the event files in a folder and its folders: {step: {tag: value}}."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found: dict[int, dict[str, float]] = defaultdict(dict)
+    for path in folder.rglob("events.out.tfevents.*"):
+        events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
+        for tag in events.Tags()["scalars"]:
+            for event in events.Scalars(tag):
+                found[event.step][tag] = event.value
+    return found
 
 
 @contextmanager

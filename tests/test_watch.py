@@ -55,7 +55,7 @@ def test_a_stock_model_trains_as_before_and_is_given_back():
         assert torch.equal(own, other)
 
 
-@pytest.mark.parametrize("attention", [None, "quest", "quest+gqa(kv_heads=1)"])
+@pytest.mark.parametrize("attention", [None, "quest", "quest+gqa(kv_heads=1)", "linear"])
 def test_values_equal_float64(attention):
     model = encoder()
     if attention:
@@ -64,6 +64,8 @@ def test_values_equal_float64(attention):
     with quest_core.Watch(model) as watch:
         model.train()(x)
         values = watch.step()
+        assert {*values} == {*watch.names()}
+    assert watch.latest == values
     layer = model.layers[0].self_attn
     if not attention:
         q, k, _ = nn.functional.linear(x.double(), layer.in_proj_weight.double(), layer.in_proj_bias.double()).chunk(
@@ -75,7 +77,7 @@ def test_values_equal_float64(attention):
         p = z.softmax(-1)
         entropy = -(p * p.log()).sum(-1).mean((0, 2))  # [H]
         assert values["attention/layers.0.self_attn/entropy/min"] == pytest.approx(entropy.min().item(), rel=1e-4)
-    else:
+    elif attention != "linear":
         bound = values["attention/layers.0.self_attn/logit_bound/max"]
         assert values["attention/layers.0.self_attn/max_logit/max"] <= bound * (1 + 1e-6)
     assert any(isinstance(m, quest_core.Mechanism) for m in model.modules()) == bool(attention)
@@ -139,8 +141,8 @@ def test_remarks_say_what_grows_and_what_unit_keys_bound():
     before = {"a": {**quiet, "max_logit": [100.0, 50.0]}, "b": quiet}
     now = {"a": {"max_logit": [121.0, 50.0], "entropy": [0.01, 1.0], "query_norm_max": [7.0, 2.0]}, "b": quiet}
     assert remarks((12, now), (10, before)) == [
-        "a, head 0: the largest logit is 121 (+10.00% a step); the softmax is saturated (entropy 0.01 nats); with unit "
-        "keys (quest) it would be at most 7"
+        "a, head 0: the largest logit is 121 (+10.00% a step); at this rate float16 overflows in 66 steps; the softmax "
+        "is saturated (entropy 0.01 nats); with unit keys (quest) it would be at most 7"
     ]
     assert remarks((10, before)) == []  # 100 is the limit itself
 

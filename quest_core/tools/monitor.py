@@ -96,6 +96,10 @@ class Monitor:
         """Return what sees the calls of one mechanism."""
         return Layer(mechanism, every, logits)
 
+    def names(self) -> dict[str, list[str]]:
+        """Return {path: the names of what `collect` can return of a layer}."""
+        return {path: layer.names() for path, layer in self._layers.items()}
+
     def collect(self, *, flat: bool = False) -> dict[str, Any]:
         """Return what was observed since the last call: maxima of all calls, and means over all their tokens.
 
@@ -255,6 +259,13 @@ class Layer:
         rest = Layers(layer for layer in self.mechanism.monitor or () if layer is not self)
         self.mechanism.monitor = rest or None
         self._handles = []
+
+    def names(self) -> list[str]:
+        """Return the names of the values that can be seen of this mechanism."""
+        norms = [f"{x}_norm_{over}" for x in ("query", "key") for over in ("mean", "max")]
+        if self.mechanism.family is not None:
+            return norms
+        return ["max_logit", "entropy", "top_key_share", *norms, *["logit_bound"] * self.mechanism.unit_keys]
 
     def take(self) -> _Seen:
         """Return what was seen, float64 on the CPU, and forget it; heads of other ranks have seen nothing."""

@@ -14,6 +14,8 @@ from .clip import QKClip
 from .monitor import Monitor, TrainingMonitor, borrow
 
 LARGE = 100  # QK-clip's threshold for the largest logit (arXiv:2507.20534)
+OVERFLOW = 65504  # the largest number of float16
+SOON = 1000  # steps
 SATURATED = 0.1  # nats; weights of 0.98 and 0.02 have this entropy
 TOTALS: dict[str, Callable[[list[float]], float]] = {"max_logit": max, "entropy": statistics.fmean}
 PAGE = "https://quest-attention.github.io/quest/watching/"
@@ -46,6 +48,7 @@ class Watch:
     Attributes:
         steps: how many steps were taken.
         history: what was measured: (step, {path: {name: [a float per head]}}), the oldest first.
+        latest: what `step` returned at the latest measurement; {} before the first.
     """
 
     def __init__(self, model: nn.Module, *, every: int = 100, example: Any = None, clip: float | None = None) -> None:
@@ -53,6 +56,7 @@ class Watch:
             raise ConfigError(f"every is {every!r}; measure every n-th step with a whole number of at least 1")
         self.model, self.every, self.steps = model, every, 0
         self.history: list[tuple[int, dict[str, Any]]] = []
+        self.latest: dict[str, float] = {}
         self._give_back = borrow(model, example)
         try:
             self._clip = None if clip is None else QKClip(model, clip)
@@ -75,7 +79,7 @@ class Watch:
             self._stop()
             if seen:
                 self.history.append((self.steps, seen))
-                values = summary(seen)
+                self.latest = values = summary(seen)
         if self._clip is not None:
             self._clip.step()
         if (self.steps + 1) % self.every == 0:
@@ -85,6 +89,15 @@ class Watch:
     def totals(self) -> dict[str, float]:
         """Return the largest logit ("max_logit") and the mean "entropy" over all heads, as measured last; else {}."""
         return _totals(self.history[-1][1]) if self.history else {}
+
+    def names(self) -> list[str]:
+        """Return the keys that `step` can return, for logs whose columns stand before the first step.
+
+        Attention whose logits the host forms leaves some of them out, see :class:`quest_core.Monitor`.
+        """
+        with Monitor(self.model) as monitor:
+            seen = {path: {name: [0.0] for name in names} for path, names in monitor.names().items()}
+        return list(summary(seen))
 
     def remarks(self) -> list[str]:
         """Return what the latest measurement means, in words: a line for each layer whose logits are large or grow."""
@@ -149,8 +162,11 @@ def remarks(now: tuple[int, dict[str, Any]], before: tuple[int, dict[str, Any]] 
             continue
         words = f"{path}, head {head}: the largest logit is {top:.4g}"
         if before is not None and path in before[1] and (old := before[1][path]["max_logit"][head]) > 0 < top:
-            growth = (top / old) ** (1 / (step - before[0])) - 1
-            words += f" ({growth:+.2%} a step)"
+            growth = math.log(top / old) / (step - before[0])
+            words += f" ({math.expm1(growth):+.2%} a step)"
+            left = (math.log(OVERFLOW) - math.log(top)) / growth if growth > 0 else math.inf
+            if 0 < left < SOON:
+                words += f"; at this rate float16 overflows in {left:.0f} steps"
         if saturated:
             words += f"; the softmax is saturated (entropy {low:.2g} nats)"
         if "logit_bound" not in names and (norms := names.get("query_norm_max")):

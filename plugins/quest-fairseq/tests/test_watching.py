@@ -1,32 +1,38 @@
 """--watch-attention: what fairseq-train writes to its own log."""
 
+import json
 import re
 
 import pytest
+from fairseq.logging import progress_bar
 
-from devtools.logits import clipped, recorded
+from devtools.logits import check, clipped, recorded, scalars
 
 
 @pytest.mark.parametrize("attention", ["standard", "quest"])
-def test_the_log_holds_logits_at_every_nth_update(tools, lm_data, tmp_path, attention):
+def test_the_log_and_tensorboard_hold_every_layer_at_every_nth_update(tools, lm_data, tmp_path, attention, monkeypatch):
+    monkeypatch.setattr(progress_bar, "_tensorboard_writers", {})  # of the process
     given = ("--attention", attention, "--save-dir", tmp_path)
-    losses = r"train_inner.* loss=([\d.]+)"
-    plain = re.findall(losses, tools.train(lm_data, *given, "--no-save", updates=4))
+    given += ("--no-save", "--log-format", "json")
+    losses = r'train_inner.*"loss": "([\d.]+)'
+    plain = re.findall(losses, tools.train(lm_data, *given, updates=4))
     with recorded() as calls:
-        log = tools.train(lm_data, *given, "--no-save", "--watch-attention", "2", updates=4)
-    assert re.findall(losses, log) == plain
-    found = re.findall(r"train_inner.*num_updates=(\d).*max_logit=([\d.]+), entropy=([\d.]+)", log)
-    assert [update for update, _, _ in found] == ["1", "2", "4"]
-    layers = len(calls) // 4
-    for update, top, entropy in found:
-        now = calls[layers * (int(update) - 1) : layers * int(update)]
-        assert float(top) == pytest.approx(max(top for top, _ in now), abs=1e-3)
-        assert float(entropy) == pytest.approx(sum(entropy for _, entropy in now) / layers, abs=1e-3)
+        given += ("--watch-attention", "2", "--tensorboard-logdir", tmp_path)
+        log = tools.train(lm_data, *given, updates=4)
+    assert re.findall(losses, log) == plain != []
+    lines = [json.loads(line) for line in re.findall(r"train_inner.* (\{.*\})", log)]
+    board, layers = scalars(tmp_path / "train_inner"), len(calls) // 4
+    for step in (1, 2, 4):
+        values = {key: float(value) for key, value in lines[step - 1].items() if key.startswith("attention/")}
+        check(values, calls[layers * (step - 1) : layers * step], abs=1e-3)
+        assert values == pytest.approx({key: board[step][key] for key in values}, rel=1e-4)
+    assert not [key for key in board[3] if key.startswith("attention/")]
 
 
 def test_queries_are_clipped_after_every_update(tools, lm_data, tmp_path):
     with clipped() as factors:
         given = ("--save-dir", tmp_path, "--no-save", "--attention", "quest", "--qk-clip", "1e-6")
-        tools.train(lm_data, *given, updates=3)
+        log = tools.train(lm_data, *given, updates=3)
+    assert re.search(r"train_inner.*attention/max_logit=[\d.]+, attention/entropy=[\d.]+, wall", log)  # and no layer
     assert len(factors) == 3
     assert all(factors)

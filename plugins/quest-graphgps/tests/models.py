@@ -159,4 +159,4 @@ def write_superpixels(folder: Path, name: str) -> None:
 def trainer(**options: object) -> Trainer:
     """Lightning's trainer, which writes nothing."""
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return Trainer(accelerator="cpu", devices=1, **quiet, **options)
+    return Trainer(accelerator="cpu", devices=1, **(quiet | options))

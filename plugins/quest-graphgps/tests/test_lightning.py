@@ -3,9 +3,10 @@
 import pytest
 import torch
 from models import trainer
+from pytorch_lightning.loggers import TensorBoardLogger
 from torch import nn
 
-from devtools.logits import clipped, recorded
+from devtools.logits import check, clipped, recorded, scalars
 
 lightning = pytest.importorskip("pytorch_lightning")
 
@@ -26,18 +27,14 @@ class Module(lightning.LightningModule):
 def test_the_log_holds_the_largest_logit_of_each_layer(tmp_path):
     from quest_core.tools.lightning import WatchAttention
 
-    model, seen = Module(), []
+    model = Module()
     watch = WatchAttention(every=2, clip=1e-6)
-
-    class Read(lightning.Callback):
-        def on_train_batch_end(self, trainer, *_):
-            seen.append(dict(trainer.logged_metrics))
-
-    run = trainer(max_steps=4, callbacks=[watch, Read()], default_root_dir=tmp_path)
+    log = {"logger": TensorBoardLogger(tmp_path), "log_every_n_steps": 1}
+    run = trainer(max_steps=4, callbacks=[watch], default_root_dir=tmp_path, **log)
     with recorded() as calls, clipped() as factors:
         run.fit(model, torch.utils.data.DataLoader(torch.randn(8, 5, 8), 2))
-    key = "attention/body.layers.0.self_attn/max_logit/max"
-    assert [step for step, _ in watch.watch.history] == [1, 2, 4]
-    assert seen[-1][key] == pytest.approx(calls[-1][0], rel=1e-5)
+    curves = scalars(tmp_path)
+    for step in (1, 2, 4):
+        check(curves[step - 1], [calls[step - 1]], rel=1e-4)
     assert [set(found) for found in factors] == [{"body.layers.0.self_attn"}] * 4
     assert type(model.body.layers[0].self_attn) is nn.MultiheadAttention

@@ -19,6 +19,7 @@ import pytest
 import torch
 from graphgps_data import write_all
 
+from devtools.logits import check
 from quest_core.checkpoints import ENTRY
 
 ROOT = Path(os.environ["QUEST_GRAPHGPS_ROOT"]).resolve()
@@ -84,6 +85,27 @@ def test_standard_trains_like_stock_to_the_printed_digits(gps) -> None:
     assert ours["train"][0]["params"] == stock["train"][0]["params"] == 337_201
     for split in ("val", "test"):
         assert ours[split][0]["loss"] == pytest.approx(stock[split][0]["loss"], rel=1e-5)
+
+
+RECORD = """
+import json, runpy, sys
+from pathlib import Path
+import quest_graphgps
+from devtools.logits import recorded
+sys.argv.pop(0)
+with recorded() as calls:
+    runpy.run_path("main.py", run_name="__main__")
+Path({file!r}).write_text(json.dumps(calls))
+"""
+
+
+def test_the_log_has_what_attention_does_in_every_layer(gps, tmp_path, monkeypatch) -> None:
+    file = tmp_path / "calls.json"
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    options = ("gnn.watch_attention", "1", "train.batch_size", "1000")  # one batch
+    status, said, found = gps(PATTERN, *options, launch=("-c", RECORD.format(file=str(file))))
+    assert status == 0, said[-3000:]
+    check(found["train"][0], json.loads(file.read_text()), abs=1e-4)
 
 
 CONFIGS = {

@@ -5,25 +5,24 @@ import json
 import pytest
 from test_checkpoint_matrix import quick, run  # noqa: F401 - a fixture
 
-from devtools.logits import clipped, recorded
+from devtools.logits import check, clipped, recorded, scalars
 
 pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.mark.parametrize("built", ["stock", "quest"])
-def test_the_log_of_the_runner_holds_logits(tmp_path, built):
+def test_the_logs_of_the_runner_hold_what_attention_does(tmp_path, built):
     hook = {"type": "quest_mmseg.WatchAttention", "every": 1}
+    show = {"type": "Visualizer", "vis_backends": [{"type": f"{kind}VisBackend"} for kind in ("Local", "Tensorboard")]}
+    hooks = {"logger": {"type": "LoggerHook", "interval": 1}}
     with recorded() as calls:
-        run(built, tmp_path, hooks={"logger": {"type": "LoggerHook", "interval": 1}}, custom_hooks=[hook])
-    log = next(tmp_path.glob("*/vis_data/scalars.json")).read_text().splitlines()
+        run(built, tmp_path, hooks=hooks, custom_hooks=[hook], visualizer=show)
     values = {}
-    for line in log:
+    for line in next(tmp_path.glob("*/vis_data/scalars.json")).read_text().splitlines():
         values |= json.loads(line)
+    check(values, calls, rel=1e-4)
+    check(scalars(tmp_path)[1], calls, rel=1e-4)
     assert values["max_logit"] == pytest.approx(values["attention/max_logit"])
-    assert values["max_logit"] == pytest.approx(max(top for top, _ in calls), rel=1e-4)
-    layers = [key for key in values if key.endswith("/max_logit/max")]
-    assert layers
-    assert values["attention/max_logit"] == pytest.approx(max(values[key] for key in layers))
 
 
 def test_queries_are_clipped_after_every_iteration(tmp_path):

@@ -5,10 +5,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import quest_core
-from devtools.logits import clipped, recorded
+from devtools.logits import check, clipped, recorded, scalars
 from quest_transformers.watching import WatchCallback
 
 pytest.importorskip("accelerate")
+
+
+@pytest.fixture(autouse=True)
+def _folder_of_tensorboard(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
 
 
 def train(tmp_path, callbacks, **options):
@@ -23,7 +28,7 @@ def train(tmp_path, callbacks, **options):
         logging_steps=2,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
-        report_to=[],
+        report_to=["tensorboard"],
         use_cpu=True,
         disable_tqdm=True,
         learning_rate=0.01,
@@ -35,18 +40,17 @@ def train(tmp_path, callbacks, **options):
 
 @pytest.mark.parametrize("options", [{}, {"attn_implementation": "quest"}])
 def test_trainer_logs_what_attention_does_and_trains_as_before(tmp_path, options):
-    model, plain = train(tmp_path, [], **options)
+    model, plain = train(tmp_path / "plain", [], **options)
     with recorded() as calls:
         watched, logs = train(tmp_path, [WatchCallback(every=2)], **options)
     # The first log is that of step 2: two layers, in the third and the fourth of the forward passes.
-    top, entropy = map(list, zip(*calls[4:8], strict=True))
-    assert logs[0]["attention/max_logit"] == pytest.approx(max(top), rel=1e-5)
-    assert logs[0]["attention/entropy"] == pytest.approx(sum(entropy) / 4, rel=1e-4)
-    assert [entry["loss"] for entry in logs] == [entry["loss"] for entry in plain]
+    (first, entropy), (other, second) = ([*zip(*layer, strict=True)] for layer in (calls[4:8:2], calls[5:8:2]))
+    check(logs[0], [(max(first), sum(entropy) / 2), (max(other), sum(second) / 2)], rel=1e-4)
+    board = scalars(tmp_path / "board")
     for entry in logs:
-        top = entry["attention/model.layers.1.self_attn/max_logit/max"]
-        assert entry["attention/max_logit"] >= top > 0
-        assert entry["attention/entropy"] > 0
+        values = {key: value for key, value in entry.items() if key.startswith("attention/")}
+        assert values == pytest.approx({key: board[entry["step"]][f"train/{key}"] for key in values})
+    assert [entry["loss"] for entry in logs] == [entry["loss"] for entry in plain]
     assert [type(m) for m in watched.modules()] == [type(m) for m in model.modules()]
     assert any(isinstance(m, quest_core.Mechanism) for m in watched.modules()) == bool(options)
 

@@ -1,11 +1,14 @@
 """WatchAttention: what a Learner of tsai shows, through fastai's own table."""
 
+import csv
+
 import numpy as np
 import pytest
+from fastai.callback.tensorboard import TensorBoardCallback
 from fastai.callback.tracker import CSVLogger
 from tsai.basics import TSClassifier
 
-from devtools.logits import clipped, recorded
+from devtools.logits import check, clipped, recorded, scalars
 from quest_tsai.watching import WatchAttention
 
 
@@ -20,18 +23,22 @@ def learner(tmp_path, attention, *callbacks):
 
 
 @pytest.mark.parametrize("attention", [None, "quest"])
-def test_the_table_of_epochs_shows_logits(tmp_path, attention):
-    watch = WatchAttention(every=1)
-    learn = learner(tmp_path, attention, watch, CSVLogger(tmp_path / "log.csv"))
+def test_every_log_of_fastai_has_every_layer_and_the_table_the_totals(tmp_path, attention, capsys):
+    watch, board = WatchAttention(every=1), TensorBoardCallback(tmp_path, trace_model=False, log_preds=False)
+    learn = learner(tmp_path, attention, watch, CSVLogger(tmp_path / "log.csv"), board)
+    names = [metric.name for metric in learn.metrics]
     kinds = [type(module) for module in learn.model.modules()]
-    with learn.no_bar(), recorded() as calls:
+    with recorded() as calls:
         learn.fit(2)
-    table = (tmp_path / "log.csv").read_text().splitlines()
-    names = table[0].split(",")
-    assert {"max_logit", "entropy"} <= {*names}
-    for row, call in zip(table[1:], calls[1::2], strict=True):  # the second of an epoch's two batches
-        shown = [float(row.split(",")[names.index(name)]) for name in ("max_logit", "entropy")]
-        assert shown == pytest.approx(call, rel=1e-4)
+    curves = scalars(tmp_path)
+    for epoch, row in enumerate(csv.DictReader((tmp_path / "log.csv").open())):
+        values = {name: float(value) for name, value in row.items() if name.startswith("attention/")}
+        check(values, [calls[2 * epoch + 1]], rel=1e-4)  # the second of an epoch's two batches
+        assert values == pytest.approx({name: curves[2 * epoch + 2][name] for name in values})
+    shown = capsys.readouterr().out
+    assert "attention/max_logit" in shown
+    assert "attention/backbone" not in shown
+    assert [metric.name for metric in learn.metrics] == names
     assert [type(module) for module in learn.model.modules()] == kinds
     assert len(watch.watch.history) == 4  # two batches in each of two epochs
 
@@ -41,4 +48,5 @@ def test_queries_are_clipped_after_every_batch(tmp_path):
     with learn.no_bar(), clipped() as factors:
         learn.fit(1)
     assert len(factors) == 2
+    learn.export(tmp_path / "learner.pkl")
     assert factors[0]  # RAdam begins with small steps, after which the second batch may stay below

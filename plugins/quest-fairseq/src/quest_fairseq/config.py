@@ -34,7 +34,7 @@ class Options(FairseqDataclass):
         default=False, metadata={"help": "go on where other attention stays that no adapter knows"}
     )
     watch_attention: int = field(
-        default=0, metadata={"help": "log the largest logit and the entropy of every n-th update (0: of none)"}
+        default=0, metadata={"help": "log what the attention of every layer does at every n-th update (0: at none)"}
     )
     qk_clip: float = field(
         default=0, metadata={"help": "scale queries down whose logits exceed this in an update (0: never)"}

@@ -13,6 +13,7 @@ import torch
 from fairseq import checkpoint_utils, models
 from fairseq.dataclass import initialize
 from fairseq.distributed import utils as distributed_utils
+from fairseq.logging.progress_bar import BaseProgressBar
 from fairseq.trainer import Trainer
 from omegaconf import DictConfig, open_dict
 
@@ -21,7 +22,7 @@ from quest_core.errors import ConfigError, one_of
 from quest_core.hosts.patching import Patches
 
 from .config import OPTIONS, parse
-from .watching import train_and_watch
+from .watching import shorten, train_and_watch
 
 
 def install(patches: Patches) -> None:
@@ -31,6 +32,7 @@ def install(patches: Patches) -> None:
     patches.around(checkpoint_utils, "load_checkpoint_to_cpu", _reach_the_model)
     patches.around(Trainer, "load_checkpoint", _resume_the_same)
     patches.around(Trainer, "train_step", train_and_watch)
+    patches.around(BaseProgressBar, "_format_stats", shorten)
     patches.put(distributed_utils, "_broadcast_object_slow", _broadcast_structure)
     # PyTorch 2.6 and later read only known classes; fairseq stores the options of quest_transformer as a Namespace.
     allowed = getattr(torch.serialization, "safe_globals", nullcontext)([argparse.Namespace])

@@ -1,4 +1,4 @@
-"""The keys `gnn.watch_attention`, by which the logs hold each epoch's largest logit and entropy, and `gnn.qk_clip`."""
+"""The keys `gnn.watch_attention`, by which the logs hold what attention does in each epoch, and `gnn.qk_clip`."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ def _add(update: Callable[..., None], logger: Any, *arguments: Any, **stats: Any
     """Add the latest measurement to the numbers of a batch, whose mean over an epoch is logged."""
     if _current and logger.name == "train":
         _current[0].step()
-        stats |= _current[0].totals()
+        stats |= _current[0].latest
     update(logger, *arguments, **stats)

@@ -1,4 +1,4 @@
-"""A callback that adds measurements of attention to the table of epochs that fastai prints and logs."""
+"""A callback that adds measurements of attention to what fastai logs after each epoch."""
 
 from __future__ import annotations
 
@@ -16,30 +16,33 @@ class WatchAttention(Callback):  # type: ignore[misc]
     >>> from quest_tsai.watching import WatchAttention
     >>> learn = TSClassifier(X, y, splits=splits, arch="TSTPlus", cbs=WatchAttention())
 
-    The table of epochs, and whatever fastai logs it to (CSVLogger, TensorBoard, W&B), gets two columns: the largest
-    logit and the mean entropy of the epoch's latest measurement. Layers and heads stand in ``watch.history``.
+    What fastai logs the epochs to (CSVLogger, TensorBoard, W&B) gets a column for each value of the epoch's latest
+    measurement (see `quest_core.Watch.step`). Of these, the printed table shows the largest logit and the mean entropy.
 
     Args:
         every, example, clip: as for :class:`quest_core.Watch`.
     """
 
-    order = 60  # after the Recorder
+    order = 40  # before the Recorder, which lists the columns in its before_fit
+    _stateattrs = ("watch",)  # fastai leaves these out of what it exports
 
     def __init__(self, every: int = 100, example: Any = None, clip: float | None = None) -> None:
         super().__init__()
         self.every, self.example, self.clip = every, example, clip
         self.watch: Watch | None = None
 
-    def after_create(self) -> None:
-        """Add the columns, before fastai's Recorder lists them."""
-        for name in ("max_logit", "entropy"):
-            self.learn.metrics = [*self.learn.metrics, ValueMetric(lambda key=name: self._value(key), name)]
-
-    def _value(self, name: str) -> float:
-        return math.nan if self.watch is None else self.watch.totals().get(name, math.nan)
-
     def before_fit(self) -> None:
-        self.watch = Watch(self.learn.model, every=self.every, example=self.example, clip=self.clip)
+        self.after_fit()  # of a fit that was interrupted
+        self.watch = watch = Watch(self.learn.model, every=self.every, example=self.example, clip=self.clip)
+        columns = [ValueMetric(lambda key=key: watch.latest.get(key, math.nan), key) for key in watch.names()]
+        self.learn.metrics = [*self.learn.metrics, *columns]
+        if hasattr(self.learn, "progress"):
+            table = self.learn.progress
+            table._write_stats = lambda row: type(table)._write_stats(table, self._narrow(row))
+
+    def _narrow(self, row: Any) -> list[Any]:
+        """Return a row of the table of epochs without the columns of single layers, whose names have three slashes."""
+        return [x for x, name in zip(row, self.learn.recorder.metric_names, strict=False) if name.count("/") < 3]
 
     def after_batch(self) -> None:
         if self.training and self.watch is not None:
@@ -48,5 +51,8 @@ class WatchAttention(Callback):  # type: ignore[misc]
     def after_fit(self) -> None:
         if self.watch is not None:
             self.watch.close()
+        self.learn.metrics = [metric for metric in self.learn.metrics if "attention/" not in metric.name]
+        if hasattr(self.learn, "progress"):
+            vars(self.learn.progress).pop("_write_stats", None)
 
     after_cancel_fit = after_fit
