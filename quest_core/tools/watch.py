@@ -165,7 +165,7 @@ def remarks(now: tuple[int, dict[str, Any]], before: tuple[int, dict[str, Any]] 
             growth = math.log(top / old) / (step - before[0])
             words += f" ({math.expm1(growth):+.2%} a step)"
             left = (math.log(OVERFLOW) - math.log(top)) / growth if growth > 0 else math.inf
-            if 0 < left < SOON:
+            if old >= LARGE and 0 < left < SOON:  # the first steps grow faster than the later ones
                 words += f"; at this rate float16 overflows in {left:.0f} steps"
         if saturated:
             words += f"; the softmax is saturated (entropy {low:.2g} nats)"
