@@ -68,8 +68,9 @@ class HostTraining:
         raise NotImplementedError
 
     def test_standard_trains_as_the_framework_does(self, device: str) -> None:
+        """The first steps: a GPU adds in any order, and training enlarges the difference."""
         stock, own = (
-            self.train(attention, device=device, precision="fp32", steps=self.steps[device]).losses
+            self.train(attention, device=device, precision="fp32", steps=self.steps["cpu"]).losses
             for attention in (None, "standard")
         )
         assert own == pytest.approx(stock, rel=1e-4 if device == "cpu" else 5e-3)

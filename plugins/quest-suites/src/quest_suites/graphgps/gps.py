@@ -243,8 +243,9 @@ class GatedGCNLayer(nn.Module):
         source, target = edge_index
         scores = self.C(edges) + self.D(x)[target] + self.E(x)[source]  # [edges, E]
         gates = scores.sigmoid()
-        summed = torch.zeros_like(x).index_add(0, target, gates * self.B(x)[source])  # [T, E]
-        weight = torch.zeros_like(x).index_add(0, target, gates)
+        nothing = gates.new_zeros(x.shape)  # in the type that autocast gives to projections
+        summed = nothing.index_add(0, target, gates * self.B(x)[source])  # [T, E]
+        weight = nothing.index_add(0, target, gates)
         fresh = self.act_fn_x(self.bn_node_x(self.A(x) + summed / (weight + 1e-6)))
         marked = self.act_fn_e(self.bn_edge_e(scores))
         if self.dropout:
