@@ -82,7 +82,7 @@ class TestMmseg(HostTraining):
             config.attention = attention
         config.data_preprocessor.size = shape
         part = {"embed_dims": width, "num_heads": sizes["heads"]}
-        config.backbone.update(drop_path_rate=0.0)  # a compiler draws other random numbers
+        part["drop_path_rate"] = 0.0  # a compiler draws other random numbers
         config.backbone.update(img_size=shape, patch_size=sizes["patch"], num_layers=sizes["layers"], **part)
         config.decode_head.update(in_channels=width, channels=width, **part)
         wrapper = {"type": "OptimWrapper", "optimizer": {"type": "AdamW", "lr": 1e-3 if device == "cpu" else 2e-4}}
