@@ -21,7 +21,6 @@ from ..compat import autocast_dtype, transform
 from ..config import AttentionSpec
 from ..errors import InputError, UnsupportedError
 from ..mechanism import Mechanism, shared_mechanism
-from ..mechanisms.groupings import MultiHead
 
 # The padded area of all buckets, the sum of sequences · N · M, is at most this many times the real area, Σ n · m. The
 # bound limits memory and arithmetic on every machine alike. Within it there are as few buckets as possible.
@@ -357,7 +356,7 @@ def _varlen_applies(
     """Return whether the variable-length kernels compute this call."""
     dtype = autocast_dtype(q.device.type) or q.dtype
     return (
-        varlen_computes(mechanism, q.device, dtype, q.shape[-1], dropout_p)
+        varlen_computes(mechanism, q.device, dtype, q.shape[-1], q.shape[1] != k.shape[1], dropout_p)
         and mechanism.monitor is None
         and min(q.shape[0], k.shape[0]) > 0
         and q.shape[-1] == v.shape[-1]
@@ -367,12 +366,16 @@ def _varlen_applies(
 
 
 def varlen_computes(
-    mechanism: Mechanism, device: torch.device, dtype: torch.dtype, head_dim: int, dropout_p: float = 0.0
+    mechanism: Mechanism, device: torch.device, dtype: torch.dtype, head_dim: int, shared: bool, dropout_p: float = 0.0
 ) -> bool:
-    """Return whether the variable-length kernels compute a mechanism in `dtype` on `device`."""
+    """Return whether the variable-length kernels compute a mechanism in `dtype` on `device`.
+
+    Args:
+        shared: query heads share key heads.
+    """
     return (
         flash_runs(device, dtype)
-        and _varlen_attn(not isinstance(mechanism.grouping, MultiHead)) is not None
+        and _varlen_attn(shared) is not None
         and mechanism.fused
         and not mechanism.reads
         and dropout_p == 0

@@ -106,7 +106,7 @@ def test_the_flash_kernel_gets_what_it_takes(attention, groups, rotary, half, ca
         assert cu_q.device.type == "cuda"
         assert (longest_q, longest_k) == (8, 8)
         assert options["scale"] == pytest.approx(1 / math.sqrt(features) if attention == "standard" else 1.0)
-        assert options.get("enable_gqa") == (groups != 4)
+        assert options.get("enable_gqa", False) == (groups != 4)
 
 
 @pytest.mark.parametrize("half", [None, torch.float16], ids=str)

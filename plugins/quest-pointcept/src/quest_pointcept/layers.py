@@ -107,7 +107,10 @@ class SerializedAttention(HostAttention):
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dtype = self.flash_dtype or self.proj.weight.dtype
         drop = rate(self.attn_drop)
-        return "varlen" if varlen_computes(self.mechanism, device, dtype, self.head_sizes.head_dim, drop) else "buckets"
+        sizes = self.head_sizes
+        shared = sizes.num_heads != sizes.kv_heads
+        varlen = varlen_computes(self.mechanism, device, dtype, sizes.head_dim, shared, drop)
+        return "varlen" if varlen else "buckets"
 
     def rotate(self, q: Tensor, k: Tensor, coord: Tensor) -> tuple[Tensor, Tensor]:
         """Return q [S, H, D] and k [S, G, D] turned by positions [S, 3]."""
