@@ -1,8 +1,13 @@
-"""Draws the figures of docs/: python docs/figures.py. Every curve is computed with quest_core or a committed result."""
+"""Draws the figures of docs/. Every curve is computed with quest_core or a committed result.
+
+python docs/figures.py                 every figure
+python docs/figures.py logits [RUN]    the largest logit in training, of the committed run or of your own
+"""
 
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -17,6 +22,7 @@ from torch import Tensor, nn
 import quest_core
 
 HERE = Path(__file__).resolve().parent / "figures"
+LOGITS = HERE.parents[1] / "research" / "results" / "stability" / "logits"
 
 
 def weight_of_a_growing_key(name: str, norms: Tensor) -> list[float]:
@@ -118,11 +124,10 @@ def draw_growing_key() -> None:
             figure.savefig(path, dpi=150, transparent=True, metadata={"Software": None})
 
 
-def draw_logits_in_training() -> None:
-    """docs/figures/logits-in-training.png, a picture of the report of stability/logits."""
+def draw_logits_in_training(results: Path = LOGITS) -> None:
+    """docs/figures/logits-in-training.png, a picture of the report of a run of stability/rates/vit."""
     from quest_bench.report import write_page
 
-    results = HERE.parents[1] / "research" / "results" / "stability" / "logits"
     with tempfile.TemporaryDirectory() as made:
         write_page(results, Path(made), "standard")
         shutil.copy(Path(made) / "report" / "01-vit-largest-logit-in-training.png", HERE / "logits-in-training.png")
@@ -130,6 +135,9 @@ def draw_logits_in_training() -> None:
 
 def main() -> None:
     HERE.mkdir(exist_ok=True)
+    if sys.argv[1:2] == ["logits"]:
+        draw_logits_in_training(*map(Path, sys.argv[2:]))
+        return
     plt.rcParams.update({"font.size": 11})
     draw_growing_key()
     draw_angles()

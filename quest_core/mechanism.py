@@ -67,7 +67,7 @@ class Mechanism(CheckpointGuard):
         takes_unit_keys: whether `forward` may be given unit keys.
         family: computes everything (linear, cosine, the AFTs); if None, `score`, `normalizer` and `grouping` do, and
             `score_mod` and `output` where there are any.
-        monitor: the :class:`quest_core.Monitor` that watches it, or None; copies have none.
+        monitor: a tuple of all :class:`quest_core.tools.monitor.Layer` that see its calls, or None; copies have none.
         head_share: (rank, world size) if tensor parallelism splits the heads, else (0, 1).
     """
 
@@ -357,12 +357,11 @@ class Mechanism(CheckpointGuard):
             cached: further keys, before those of k, that the mask covers.
             weights: they are wanted, so no kernel is called.
         """
-        if self.monitor is not None:  # torch.compile guards this attribute, and not the hooks of the Monitor
-            self.monitor.breaks_graphs()
         exporting = is_tracing() or is_exporting_graph()  # which would fix the sizes that are compared
         # Self-attention without a mask is checked by one comparison; any other call piece by piece.
         if (
-            self._is_plain
+            self.monitor is None  # torch.compile guards this attribute, and not the hooks of the Monitor
+            and self._is_plain
             and mask is None
             and dropout_p == 0
             and (self.takes_unit_keys or not unit_keys)

@@ -151,6 +151,8 @@ def test_pictures_show_the_weights(tmp_path, monkeypatch, query):
     weights = quest_core.attention_maps(model, x)["attn"][0]  # [H, N, M]
     wanted = weights[:, ::2].mean(1) if query is None else weights[:, query]
     torch.testing.assert_close(torch.tensor(seen[0].axes[0].images[0].get_array()), wanted)
+    wide = table({"a": torch.rand(2, 700)}, None).axes[0]
+    assert wide.get_xlim() == (-0.5, 699.5)  # the numbers below are those of keys, of which columns are means
     with pytest.raises(quest_core.InputError, match="tokens has 2 words; the layers have 100 keys"):
         pictures.draw_maps(model, x, tmp_path / "b", tokens=["a", "b"])
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,9 @@ from torch import nn
 
 import quest_core
 from quest_core.cli import main
+from quest_core.tools.monitor import remarks
 from quest_core.tools.script import Script, is_first
-from quest_core.tools.watch import remarks, summary
+from quest_core.tools.watch import summary
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -140,18 +142,35 @@ def test_remarks_say_what_grows_and_what_unit_keys_bound():
     quiet = {"max_logit": [3.0, 4.0], "entropy": [1.0, 1.2], "query_norm_max": [2.0, 2.0]}
     before = {"a": {**quiet, "max_logit": [100.0, 50.0]}, "b": quiet}
     now = {"a": {"max_logit": [121.0, 50.0], "entropy": [0.01, 1.0], "query_norm_max": [7.0, 2.0]}, "b": quiet}
-    assert remarks((12, now), (10, before)) == [
-        "a, head 0: the largest logit is 121 (+10.00% a step); at this rate float16 overflows in 66 steps; the softmax "
-        "is saturated (entropy 0.01 nats); with unit keys (quest) it would be at most 7"
-    ]
-    assert remarks((10, before)) == []  # 100 is the limit itself
+    words = (
+        "a, head 0: the largest logit is 121 (+10.00% a step); at this rate float16 overflows in 66 steps; with unit "
+        "keys (quest) it would be at most 7; the softmax is saturated in 1 of 2 heads (entropy 0.01 nats)"
+    )
+    assert remarks(now, before, 2)[:-1] == [words]
+    assert remarks(now, before, 2)[-1].startswith("what people do about it: https://")
+    # Without alarm, only the layer with the largest logit; 100 is the limit itself.
+    assert remarks(before, {}) == ["a, head 0: the largest logit is 100; with unit keys (quest) it would be at most 2"]
 
 
 @pytest.mark.parametrize(("top", "said"), [(math.inf, "the largest logit is inf"), (math.nan, "every logit is NaN")])
 def test_logits_that_are_not_finite_are_remarked(top, said):
     now = {"a": {"max_logit": [top, math.nan], "entropy": [math.nan] * 2, "query_norm_max": [top] * 2}}
-    assert said in remarks((1, now))[0]
-    assert remarks((1, {"a": {"query_norm_max": [1.0]}})) == []  # a mechanism without logits
+    assert said in remarks(now, {})[0]
+    remarks(quiet := {"a": {**now["a"], "max_logit": [1.0, 1.0]}}, now, 1), remarks(now, quiet, 1)
+    assert remarks({"a": {"query_norm_max": [1.0]}}, {}) == []  # a mechanism without logits
+
+
+def test_a_monitor_says_what_it_collected():
+    model = encoder()
+    quest_core.inject(model, "standard")
+    with quest_core.Monitor(model) as monitor:
+        assert monitor.remarks() == []
+        for _ in range(2):
+            model(torch.randn(3, 5, 16))
+            monitor.collect(flat=True)
+    assert re.match(
+        r"layers\.\d\.self_attn, head \d: the largest logit is .* since the collect before\)", monitor.remarks()[0]
+    )
 
 
 SCRIPT = """
@@ -189,11 +208,14 @@ def test_a_script_is_measured_and_computes_what_it_did(tmp_path, capsys):
         script.close()
     out, said = capsys.readouterr()
     assert out == alone
-    assert "step 10: largest logit" in said
+    shown = re.findall(r"step (\d+): body.layers.\d.self_attn, head \d: the largest logit", said)
+    assert shown == ["1", "10"]  # at most one in ten seconds, and the last
     lines = [json.loads(line) for line in (tmp_path / "seen" / "watch.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 5, 10]
     assert {*lines[0]["layers"]} == {"body.layers.0.self_attn", "body.layers.1.self_attn"}
-    assert "<svg" in (tmp_path / "seen" / "watch.html").read_text()
+    page = (tmp_path / "seen" / "watch.html").read_text()
+    assert "<svg" in page
+    assert "with unit keys (quest) it would be at most" in page
 
 
 def test_one_rank_of_torchrun_writes_also_without_a_group(monkeypatch):

@@ -378,7 +378,8 @@ def _attend_flex(site: Routed, query: Tensor, key: Tensor, value: Tensor, *other
         of_score, of_mask = rest[-2:]
         sizes = next(x.shape[:2] for x in block_mask if isinstance(x, Tensor) and x.dim() > 2)  # (B or 1, H or 1)
         mods = (lambda *given: score_mod(*given, *of_score), lambda *given: block_mask[-1](*given, *of_mask))
-        monitor.saw_flex(query, key, scale, *mods, sizes)
+        for layer in monitor:
+            layer.saw_flex(query, key, scale, *mods, sizes)
     return FLEX_ATTENTION(query, key, value, score_mod, block_mask, scale, *rest)
 
 

@@ -320,13 +320,13 @@ class _Preparing(Following):
         if planes is None:
             logits = logits.movedim(dim, -1)
             q, k, z = (x.reshape(1, 1, -1, x.shape[-1]) for x in (q, k, logits))
-            self.mechanism.monitor.saw_logits(q, k, z, None)
-            return
-        z = planes.of(logits)
-        if product.head is None:
-            count = len(product.axes[0])
-            q, k = (x.reshape(math.prod(x.shape[:count]), 1, -1, x.shape[-1]) for x in (q, k))
-        self.mechanism.monitor.saw_logits(q, k, z, z > HIDDEN)
+        else:
+            z = planes.of(logits)
+            if product.head is None:
+                count = len(product.axes[0])
+                q, k = (x.reshape(math.prod(x.shape[:count]), 1, -1, x.shape[-1]) for x in (q, k))
+        for layer in self.mechanism.monitor:
+            layer.saw_logits(q, k, z, None if planes is None else z > HIDDEN)
 
 
 class _Planes:

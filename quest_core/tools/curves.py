@@ -8,14 +8,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .watch import LARGE, PAGE, remarks
+from .monitor import PAGE, remarks
 
 RECORD = "watch.jsonl"
 """A line for each measurement: {"step": 100, "layers": what `Monitor.collect` returned}."""
 PANELS = {
     "max_logit": "largest logit",
     "entropy": "entropy of the weights, in nats",
-    "query_norm_max": "largest norm of a query",
+    "query_norm_max": "largest norm of a query, the bound of quest's logits",
     "key_norm_max": "largest norm of a key",
 }
 STYLE = "body{font:16px system-ui;max-width:60em;margin:2em auto;padding:0 1em}svg{max-width:100%;height:auto}"
@@ -27,13 +27,19 @@ def draw(folder: Path) -> Path | None:
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     if not records:
         return None
-    latest = [(record["step"], record["layers"]) for record in records[-2:]]
-    words = remarks(latest[-1], latest[0] if len(latest) > 1 else None)
-    said = "".join(f"<li>{html.escape(line)}</li>" for line in words) or f"<li>No logit is above {LARGE}.</li>"
+    first, before, now = records[0], ([{"step": 0, "layers": {}}, *records])[-2], records[-1]
+    words = remarks(now["layers"], before["layers"], now["step"] - before["step"])
+    ends = [{path: max(names.get("max_logit", [0])) for path, names in x["layers"].items()} for x in (first, now)]
+    if grown := [
+        (new / old, path, old, new) for path, new in ends[1].items() if 0 < (old := ends[0].get(path, 0)) < new
+    ]:
+        _, path, old, new = max(grown)
+        words.insert(0, f"since step {first['step']}, the logits of {path} grew most: from {old:.4g} to {new:.4g}")
+    said = "".join(f"<li>{html.escape(line)}</li>" for line in words)
     page = folder / "watch.html"
     page.write_text(
         f"<!doctype html><meta charset=utf-8><title>Attention while training</title><style>{STYLE}</style>"
-        f"<h1>Attention while training</h1><p>Step {latest[-1][0]}. <a href='{PAGE}'>What the numbers mean</a></p>"
+        f"<h1>Attention while training</h1><p>Step {now['step']}. <a href='{PAGE}'>What the numbers mean</a></p>"
         f"<ul>{said}</ul>{_svg(records)}"
     )
     return page
@@ -41,13 +47,6 @@ def draw(folder: Path) -> Path | None:
 
 def _svg(records: list[dict[str, Any]]) -> str:
     """Return a panel for each number: a line for each layer, the head with the largest value (entropy: the least)."""
-    out = io.StringIO()
-    figure(records).savefig(out, format="svg")
-    return out.getvalue()[out.getvalue().index("<svg") :]
-
-
-def figure(records: list[dict[str, Any]]) -> Any:
-    """Return the curves as a matplotlib Figure; `records` are the lines of watch.jsonl."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
@@ -62,4 +61,6 @@ def figure(records: list[dict[str, Any]]) -> Any:
                 axes.plot(*zip(*points, strict=True), ".-", color=colormaps["viridis"](i / len(paths)), label=path)
         axes.set(title=title, xlabel="step", yscale="linear" if name == "entropy" else "log")
     made.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
-    return made
+    out = io.StringIO()
+    made.savefig(out, format="svg")
+    return out.getvalue()[out.getvalue().index("<svg") :]

@@ -23,6 +23,11 @@ from .packing import PIECE
 Own = TypeVar("Own", bound="Monitor")
 
 BLOCK = 2**19  # logits held at a time
+LARGE = 100  # QK-clip's threshold for the largest logit (arXiv:2507.20534)
+OVERFLOW = 65504  # the largest number of float16
+SOON = 1000  # steps
+SATURATED = 0.1  # nats; weights of 0.98 and 0.02 have this entropy
+PAGE = "https://quest-attention.github.io/quest/watching/"
 
 
 class Monitor:
@@ -89,8 +94,9 @@ class Monitor:
                 "model, report = quest_core.inject(model, 'standard') computes what the model computed before"
             )
         self._layers = {path: self.layer(module, every, logits) for path, module in found.items()}
+        self._collected: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # by the last two calls of `collect`
         for path, module in found.items():
-            module.monitor = Layers((*(module.monitor or ()), self._layers[path]))
+            module.monitor = (*(module.monitor or ()), self._layers[path])
 
     def layer(self, mechanism: Mechanism, every: int, logits: bool) -> Layer:
         """Return what sees the calls of one mechanism."""
@@ -125,6 +131,7 @@ class Monitor:
                 _add(seen, share.get(path, {}))
             if seen:
                 result[path] = _values(seen)
+        self._collected = (result, self._collected[0])
         if not flat:
             return result
         return {
@@ -133,6 +140,14 @@ class Monitor:
             for name, values in names.items()
             for head, value in enumerate(values)
         }
+
+    def remarks(self) -> list[str]:
+        """Return what the latest `collect` found, in words; how fast logits grow is relative to the `collect` before.
+
+        A line for the layer with the largest logit, and for each other layer whose logits are above 100 or NaN, or
+        whose softmax is saturated; if there is such a layer, a link to what people do about it.
+        """
+        return remarks(*self._collected)
 
     def remove(self) -> None:
         """Stop observing. What has been seen can still be collected; calling it twice does no harm."""
@@ -144,6 +159,46 @@ class Monitor:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+def remarks(now: dict[str, Any], before: dict[str, Any], steps: int = 0) -> list[str]:
+    """Return what measurements mean, see `Monitor.remarks`.
+
+    Args:
+        now, before: what `Monitor.collect` returned; {} for nothing.
+        steps: how many steps of a training lie between them; 0 if unknown.
+    """
+    logits = {
+        path: [-math.inf if math.isnan(value) else value for value in names["max_logit"]]
+        for path, names in now.items()
+        if "max_logit" in names
+    }
+    lines, alarm = [], False
+    for i, (path, heads) in enumerate(sorted(logits.items(), key=lambda item: -max(item[1]))):
+        names, top, head = now[path], max(heads), heads.index(max(heads))
+        if top == -math.inf:
+            lines.append(f"{path}: every logit is NaN, or every key is hidden")
+            alarm = True
+            continue
+        saturated = [entropy for entropy in names.get("entropy", ()) if entropy < SATURATED]
+        words = f"{path}, head {head}: the largest logit is {top:.4g}"
+        if path in before and 0 < (old := before[path]["max_logit"][head]) < math.inf and 0 < top < math.inf:
+            growth = (top / old) ** (1 / (steps or 1)) - 1
+            words += f" ({growth:+.2%} {'a step' if steps else 'since the collect before'})"
+            left = math.log(OVERFLOW / top) / math.log1p(growth) if growth > 0 < steps else 0
+            if old >= LARGE and 0 < left < SOON:  # the first steps grow faster than the later ones
+                words += f"; at this rate float16 overflows in {left:.0f} steps"
+        if "logit_bound" not in names and "query_norm_max" in names:
+            words += f"; with unit keys (quest) it would be at most {names['query_norm_max'][head]:.4g}"
+        if saturated:
+            words += f"; the softmax is saturated in {len(saturated)} of {len(heads)} heads"
+            words += f" (entropy {min(saturated):.2g} nats)"
+        if top > LARGE or saturated:
+            alarm = True
+        elif i:
+            continue
+        lines.append(words)
+    return [*lines, *[f"what people do about it: {PAGE}#ways-to-keep-logits-small"] * alarm]
 
 
 _BORROWED: WeakKeyDictionary[nn.Module, set[object]] = WeakKeyDictionary()  # a model -> its borrowers
@@ -239,7 +294,7 @@ class Layer:
     """What has been seen of one mechanism since the last `take`, kept on the mechanism's device."""
 
     def __init__(self, mechanism: Mechanism, every: int, logits: bool) -> None:
-        self.every, self.logits, self.calls = every, logits, 0
+        self.every, self.logits, self.calls, self.in_evaluation = every, logits, 0, True
         self.mechanism = mechanism
         self.seen: _Seen = {}
         self._lock = threading.Lock()  # threads may share a mechanism
@@ -256,8 +311,7 @@ class Layer:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        rest = Layers(layer for layer in self.mechanism.monitor or () if layer is not self)
-        self.mechanism.monitor = rest or None
+        self.mechanism.monitor = tuple(x for x in self.mechanism.monitor or () if x is not self) or None
         self._handles = []
 
     def names(self) -> list[str]:
@@ -376,8 +430,8 @@ class Layer:
 
     def _skips(self) -> bool:
         """Count a call, and return whether it is not observed."""
-        if is_recomputing():
-            return True  # inside a backward pass: activation checkpointing computes the same once more
+        if is_recomputing() or not (self.in_evaluation or self.mechanism.training):
+            return True  # recomputing: in a backward pass, activation checkpointing computes the same once more
         with self._lock:
             self.calls += PIECE.get()[0] == 0
             return bool((self.calls - 1) % self.every)
@@ -436,25 +490,6 @@ class Layer:
             _add(self.seen, sums | {(name, "count"): counted.expand(values.shape).sum((0, 2))})
 
 
-class Layers(tuple[Layer, ...]):
-    """All that see the calls of one mechanism: `Mechanism.monitor`. Methods as those of `Layer`."""
-
-    def breaks_graphs(self) -> None:
-        """Do nothing; the hooks break the graphs of torch.compile."""
-
-    def saw_logits(self, *call: Any) -> None:
-        for layer in self:
-            layer.saw_logits(*call)
-
-    def saw_flex(self, *call: Any) -> None:
-        for layer in self:
-            layer.saw_flex(*call)
-
-    def saw_pairs(self, *call: Any) -> None:
-        for layer in self:
-            layer.saw_pairs(*call)
-
-
 def _visible(mask: Tensor | None, is_causal: bool, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return which queries see a key, [B, H, N], and which keys some query of the sample sees, [B or 1, 1, M or 1]."""
     last = torch.arange(n, device=device) + (m - n if is_causal else m)  # the last key that a query may see
@@ -470,12 +505,12 @@ def _visible(mask: Tensor | None, is_causal: bool, n: int, m: int, device: torch
 
 
 def blocks(
-    mechanism: Mechanism, form: Form, shape: tuple[int, ...], mask: Tensor | None, is_causal: bool
+    mechanism: Mechanism, form: Form, shape: tuple[int, ...], mask: Tensor | None, is_causal: bool, queries: Any = None
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
     """Yield blocks of samples b and queries n: their logits, and the logarithms of their weights.
 
     Both are [b, H, n, M], −inf for hidden pairs; `shape` is that of all logits, [B, H, N, M]. For softmax the
-    logarithms are the logits, up to a constant per row.
+    logarithms are the logits, up to a constant per row. Blocks with none of the `queries`, a list, are left out.
     """
     batch, heads, n, m = shape
     samples = max(1, BLOCK // (heads * n * m))
@@ -487,6 +522,8 @@ def blocks(
         mask_some = mask if mask is None or mask.shape[0] == 1 else mask[some]
         for start in range(0, n, rows):
             chosen = slice(start, start + rows)
+            if queries is not None and not any(start <= query < start + rows for query in queries):
+                continue
             z = form(some, chosen)
             if mask_some is not None:
                 part = mask_some if mask_some.shape[2] == 1 else mask_some[:, :, chosen]
@@ -524,9 +561,6 @@ class TrainingMonitor(Monitor):
     """A Monitor that leaves validation between two steps out."""
 
     def layer(self, mechanism: Mechanism, every: int, logits: bool) -> Layer:
-        return _TrainingLayer(mechanism, every, logits)
-
-
-class _TrainingLayer(Layer):
-    def _skips(self) -> bool:
-        return not self.mechanism.training or super()._skips()
+        layer = super().layer(mechanism, every, logits)
+        layer.in_evaluation = False
+        return layer

@@ -42,7 +42,7 @@ def draw_maps(
 
     Returns:
         The files: of the weights [N, M] of each head, each divided by its largest; and of the weights of the keys. Of
-        more than 64 queries every n-th is drawn.
+        more than 64 queries every n-th is drawn; of more than 128 keys, means of neighbours.
 
     Raises:
         InputError: no layer has a key for each token, or one has no such query.
@@ -122,12 +122,13 @@ def _table(layers: dict[str, Tensor], tokens: Sequence[str] | None) -> Any:
     from matplotlib.figure import Figure
 
     shown = torch.cat(list(layers.values()))  # [all heads, M]
-    wide = min(shown.shape[1], 4 * SIDE)
+    count = shown.shape[1]
+    wide = min(count, 2 * SIDE)  # columns, each the mean of some keys
     figure = Figure(figsize=(max(4, 0.16 * wide) + 2, 0.14 * len(shown) + 1.5), layout="constrained")
     axes = figure.subplots()
-    drawn = axes.imshow(adaptive_avg_pool2d(shown[None], (len(shown), wide))[0].numpy(), aspect="auto")
-    figure.colorbar(drawn, pad=0.01)
-    if tokens is not None and wide == len(tokens):
+    pooled, sides = adaptive_avg_pool2d(shown[None], (len(shown), wide))[0], (-0.5, count - 0.5, len(shown) - 0.5, -0.5)
+    figure.colorbar(axes.imshow(pooled.numpy(), aspect="auto", extent=sides), pad=0.01).ax.tick_params(labelsize=7)
+    if tokens is not None and wide == count:
         _label(axes, range(wide), tokens)
     starts = [0, *torch.tensor([len(x) for x in layers.values()]).cumsum(0).tolist()]
     axes.set_yticks(starts[:-1], [f"{path}, head 0" for path in layers], fontsize=7)

@@ -6,9 +6,11 @@ import atexit
 import copy
 import functools
 import json
+import math
 import os
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -21,13 +23,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import curves
 from .pictures import draw_maps
-from .watch import PAGE, Watch
+from .watch import Watch
 
 WATCHED = "QUEST_WATCH"
 """The environment variable of watched processes, "100:/folder": steps from one measurement to the next, and where the
 measurements are written."""
 MAPPED = "QUEST_MAPS"
 """The environment variable of `quest maps`: the JSON of what `Maps` takes."""
+PAUSE = 10  # seconds from one printed measurement to the next, at least
 WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
 Look = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
@@ -77,6 +80,7 @@ class Script:
         self.every, self.folder = every, folder
         self.watch: Watch | None = None
         self._tried: WeakSet[nn.Module] = WeakSet()
+        self._said = (0, -math.inf)  # the latest step that was printed, and when
         self._optimizer: torch.optim.Optimizer | None = None  # the one whose steps count
         self._steps = register_optimizer_step_post_hook(self._step)
         self._end_search = look_at_models(self._begin)
@@ -109,9 +113,17 @@ class Script:
             step, layers = self.watch.history[-1]
             with (self.folder / curves.RECORD).open("a") as out:
                 out.write(json.dumps({"step": step, "layers": layers}) + "\n")
-            say(f"step {step}: {in_short(layers)}")
-            for line in self.watch.remarks():
-                say(f"  {line} ({PAGE})")
+            if time.monotonic() - self._said[1] >= PAUSE:
+                self._say()
+
+    def _say(self) -> None:
+        """Print the latest measurement."""
+        assert self.watch is not None
+        step, _ = self.watch.history[-1]
+        if step != self._said[0]:
+            first, *others = self.watch.remarks() or ["no layer has logits"]
+            say("\n  ".join([f"step {step}: {first}", *others]))
+        self._said = (step, time.monotonic())
 
     def close(self) -> None:
         """Stop, give the model back as it was, and draw the page; at the end of the process."""
@@ -120,6 +132,7 @@ class Script:
         if self.watch is not None:
             self.watch.close()
             if self.watch.history and is_first():
+                self._say()
                 curves.draw(self.folder)
 
 
@@ -161,15 +174,6 @@ class Maps:
             say(f"{name} is not drawn: {error}", "maps")
         else:
             say(f"drew {' and '.join(map(str, found))}", "maps")
-
-
-def in_short(layers: dict[str, Any]) -> str:
-    """Return the largest logit and the range of entropies over all layers and heads, as a line shows them."""
-    top = [(max(names["max_logit"]), path) for path, names in layers.items() if "max_logit" in names]
-    entropy = [value for names in layers.values() for value in names.get("entropy", [])]
-    if not top:
-        return "no layer has logits"
-    return f"largest logit {max(top)[0]:.4g} ({max(top)[1]}), entropy {min(entropy):.2g} to {max(entropy):.2g} nats"
 
 
 def is_first() -> bool:

@@ -11,14 +11,9 @@ from torch import nn
 
 from ..errors import ConfigError
 from .clip import QKClip
-from .monitor import Monitor, TrainingMonitor, borrow
+from .monitor import Monitor, TrainingMonitor, borrow, remarks
 
-LARGE = 100  # QK-clip's threshold for the largest logit (arXiv:2507.20534)
-OVERFLOW = 65504  # the largest number of float16
-SOON = 1000  # steps
-SATURATED = 0.1  # nats; weights of 0.98 and 0.02 have this entropy
 TOTALS: dict[str, Callable[[list[float]], float]] = {"max_logit": max, "entropy": statistics.fmean}
-PAGE = "https://quest-attention.github.io/quest/watching/"
 
 
 class Watch:
@@ -86,10 +81,6 @@ class Watch:
             self._monitor = TrainingMonitor(self.model)
         return values
 
-    def totals(self) -> dict[str, float]:
-        """Return the largest logit ("max_logit") and the mean "entropy" over all heads, as measured last; else {}."""
-        return _totals(self.history[-1][1]) if self.history else {}
-
     def names(self) -> list[str]:
         """Return the keys that `step` can return, for logs whose columns stand before the first step.
 
@@ -100,11 +91,9 @@ class Watch:
         return list(summary(seen))
 
     def remarks(self) -> list[str]:
-        """Return what the latest measurement means, in words: a line for each layer whose logits are large or grow."""
-        if not self.history:
-            return []
-        before = self.history[-2] if len(self.history) > 1 else None
-        return remarks(self.history[-1], before)
+        """Return what the latest measurement found, in words; see :meth:`quest_core.Monitor.remarks`."""
+        (then, before), (step, now) = [(0, {}), (0, {}), *self.history][-2:]
+        return remarks(now, before, step - then)
 
     def close(self) -> None:
         """Stop, and leave the model as it was. `history` stays."""
@@ -127,7 +116,8 @@ class Watch:
 
 def summary(seen: dict[str, Any]) -> dict[str, float]:
     """Return what `Monitor.collect` returned as `Watch.step` does; heads without a visible pair do not count."""
-    out = {f"attention/{name}": value for name, value in _totals(seen).items()}
+    every = {n: [v for layer in seen.values() for v in layer.get(n, []) if not math.isnan(v)] for n in TOTALS}
+    out = {f"attention/{name}": TOTALS[name](values) for name, values in every.items() if values}
     for path, names in seen.items():
         for name, heads in names.items():
             finite = [value for value in heads if not math.isnan(value)]
@@ -135,41 +125,3 @@ def summary(seen: dict[str, Any]) -> dict[str, float]:
                 key = f"attention/{path}/{name}"
                 out |= {f"{key}/min": min(finite), f"{key}/mean": statistics.fmean(finite), f"{key}/max": max(finite)}
     return out
-
-
-def _totals(seen: dict[str, Any]) -> dict[str, float]:
-    every = {n: [v for layer in seen.values() for v in layer.get(n, []) if not math.isnan(v)] for n in TOTALS}
-    return {name: TOTALS[name](values) for name, values in every.items() if values}
-
-
-def remarks(now: tuple[int, dict[str, Any]], before: tuple[int, dict[str, Any]] | None = None) -> list[str]:
-    """Return a line for each layer whose logits are large or NaN, or whose weights are saturated.
-
-    Args:
-        now: (step, what `Monitor.collect` returned).
-        before: the same of an earlier step, to say how fast the largest logit grows.
-    """
-    step, layers = now
-    lines = []
-    for path, names in layers.items():
-        logits, entropy = names.get("max_logit", [math.nan]), names.get("entropy", [])
-        head = max(range(len(logits)), key=lambda h: -math.inf if math.isnan(logits[h]) else logits[h])
-        top, low = logits[head], entropy[head] if entropy else math.nan
-        if math.isnan(top) and "max_logit" in names:
-            lines.append(f"{path}: every logit is NaN, or every key is hidden")
-        large, saturated = top > LARGE or math.isinf(top), low < SATURATED
-        if not large and not saturated:
-            continue
-        words = f"{path}, head {head}: the largest logit is {top:.4g}"
-        if before is not None and path in before[1] and (old := before[1][path]["max_logit"][head]) > 0 < top:
-            growth = math.log(top / old) / (step - before[0])
-            words += f" ({math.expm1(growth):+.2%} a step)"
-            left = (math.log(OVERFLOW) - math.log(top)) / growth if growth > 0 else math.inf
-            if old >= LARGE and 0 < left < SOON:  # the first steps grow faster than the later ones
-                words += f"; at this rate float16 overflows in {left:.0f} steps"
-        if saturated:
-            words += f"; the softmax is saturated (entropy {low:.2g} nats)"
-        if "logit_bound" not in names and (norms := names.get("query_norm_max")):
-            words += f"; with unit keys (quest) it would be at most {norms[head]:.4g}"
-        lines.append(words)
-    return lines

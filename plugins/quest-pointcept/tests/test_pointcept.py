@@ -34,6 +34,7 @@ from pointcept.utils.config import Config
 import quest_core
 import quest_pointcept  # noqa: F401
 from devtools import matrix
+from devtools.logits import scalars
 from quest_core import Mechanism
 from quest_core.notices import LOGGER
 from quest_core.testing import AdapterConformance
@@ -548,10 +549,14 @@ def test_the_trainer(trained):
     assert quest.report in (folder / "quest/exp/train.log").read_text()
     assert quest.losses != stock.losses
     assert sum(quest.losses[8:]) < sum(quest.losses[:8])
-    for run in (standard, quest):
+    for name, run in (("standard", standard), ("quest", quest)):
         watched = re.findall(r"Step (\d+) max_logit: ([\d.]+) entropy: [\d.]+", "\n".join(run.lines))
         assert [int(step) for step, _ in watched] == [1, 4, 8, 12, 16]
-        assert all(float(top) > 0 for _, top in watched)
+        board = scalars(folder / name / "exp")
+        for step, top in watched:
+            layers = [value for key, value in board[int(step)].items() if key.endswith("/max_logit/max")]
+            assert len(layers) == 8
+            assert float(top) == pytest.approx(max(layers), rel=1e-3)
 
 
 @pytest.mark.slow

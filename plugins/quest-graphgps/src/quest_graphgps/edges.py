@@ -60,8 +60,8 @@ class EdgeAttention(HostAttention, TransformerConv):  # type: ignore[misc]
         q, k = (x.transpose(0, 1)[None] for x in (query_i, key_j))  # [1, H, E, C]
         q, k, scale = self.mechanism.score(q, k, k, mask=None, is_causal=False)
         logits = (q * k).sum(-1)[0].T * scale  # [E, H]
-        if monitor is not None:
-            monitor.saw_pairs(query_i, key_j, logits, index, size_i)
+        for layer in monitor or ():
+            layer.saw_pairs(query_i, key_j, logits, index, size_i)
         if self.mechanism.is_standard:
             return super().message(*given)  # type: ignore[no-any-return]
         weights = softmax(logits, index, ptr, size_i)

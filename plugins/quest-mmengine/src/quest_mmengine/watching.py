@@ -33,8 +33,9 @@ class WatchAttention(Hook):  # type: ignore[misc]
     def after_train_iter(self, runner: Any, *_: Any, **__: Any) -> None:
         assert self.watch is not None  # the runner begins first
         if values := self.watch.step():
-            for name, value in self.watch.totals().items():
-                runner.message_hub.update_scalar(f"train/{name}", value)
+            for name in ("max_logit", "entropy"):
+                if (value := values.get(f"attention/{name}")) is not None:
+                    runner.message_hub.update_scalar(f"train/{name}", value)
             runner.visualizer.add_scalars(values, step=runner.iter + 1)
 
     def after_train(self, runner: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from quest_core import Watch
 from quest_core.hosts.patching import Patches
 
@@ -43,7 +45,7 @@ def register() -> None:
             assert self.watch is not None  # the trainer begins first
             values, step = self.watch.step(), self.watch.steps
             if values:
-                totals = self.watch.totals()
+                totals = {name: values.get(f"attention/{name}", math.nan) for name in ("max_logit", "entropy")}
                 self.trainer.logger.info(f"Step {step} " + " ".join(f"{name}: {totals[name]:.4g}" for name in totals))
             for key, value in values.items() if self.trainer.writer is not None else ():
                 self.trainer.writer.add_scalar(key, value, step)
