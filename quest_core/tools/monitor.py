@@ -176,8 +176,8 @@ def remarks(now: dict[str, Any], before: dict[str, Any], steps: int = 0) -> list
     lines, alarm = [], False
     for i, (path, heads) in enumerate(sorted(logits.items(), key=lambda item: -max(item[1]))):
         names, top, head = now[path], max(heads), heads.index(max(heads))
-        if top == -math.inf:
-            lines.append(f"{path}: every logit is NaN, or every key is hidden")
+        if lost := sum(map(math.isnan, names["max_logit"])):
+            lines.append(f"{path}: in {lost} of {len(heads)} heads a logit is NaN, or every key is hidden")
             alarm = True
             continue
         saturated = [entropy for entropy in names.get("entropy", ()) if entropy < SATURATED]

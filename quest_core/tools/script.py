@@ -131,7 +131,9 @@ class Script:
         self._steps.remove()
         if self.watch is not None:
             self.watch.close()
-            if self.watch.history and is_first():
+            if is_first() and not self.watch.history:
+                say("nothing was measured; the attention of the model was never called in training mode")
+            elif is_first():
                 self._say()
                 curves.draw(self.folder)
 
