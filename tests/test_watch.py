@@ -152,7 +152,9 @@ def test_remarks_say_what_grows_and_what_unit_keys_bound():
     assert remarks(before, {}) == ["a, head 0: the largest logit is 100; with unit keys (quest) it would be at most 2"]
 
 
-@pytest.mark.parametrize(("top", "said"), [(math.inf, "the largest logit is inf"), (math.nan, "in 2 of 2 heads a logit is NaN")])
+@pytest.mark.parametrize(
+    ("top", "said"), [(math.inf, "the largest logit is inf"), (math.nan, "2 of 2 heads a logit is NaN")]
+)
 def test_logits_that_are_not_finite_are_remarked(top, said):
     now = {"a": {"max_logit": [top, top], "entropy": [math.nan] * 2, "query_norm_max": [top] * 2}}
     assert said in remarks(now, {})[0]
