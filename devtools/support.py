@@ -1,4 +1,4 @@
-"""The table of support: every mechanism, trained for one step in a host's default model.
+"""The table of support: every mechanism of quest-core and quest-zoo, trained for one step in a host's default model.
 
 A plugin's tests call `check` with a function that trains. The outcomes lie in a file next to the tests, from which
 docs/generate.py makes the table. QUEST_WRITE_SUPPORT=1 writes that file.
@@ -6,6 +6,7 @@ docs/generate.py makes the table. QUEST_WRITE_SUPPORT=1 writes that file.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -15,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from quest_core.errors import QuestError
-from quest_core.registry import Component, mechanisms, owner, temporary
+from quest_core.registry import AXES, Component, mechanisms, owner, temporary
 
 Train = Callable[..., None]
 
 
+@functools.cache  # a class registers itself when its module is imported, so once
 def zoo() -> list[type[Component]]:
     """Return the mechanisms of quest-zoo, which are registered only where it is installed."""
     sys.path.append(str(Path(__file__).parents[1] / "plugins" / "quest-zoo" / "src"))
@@ -30,7 +32,8 @@ def zoo() -> list[type[Component]]:
 def specs() -> dict[str, str]:
     """Every mechanism but the defaults `softmax` and `mha`: its name and the shortest text that configures it."""
     ours = [part for part in mechanisms().values() if owner(part) == "quest-core"]
-    shown = [part for part in ours if part.name not in ("softmax", "mha")]
+    both = (part for parts in (ours, zoo()) for part in sorted(parts, key=lambda part: AXES.index(part.axis)))
+    shown = [part for part in both if part.name not in ("softmax", "mha")]
     needs_heads = {part.name for part in shown if any(o.name == "kv_heads" for o in part.options)}
     return {part.name: f"{part.name}(kv_heads=2)" if part.name in needs_heads else part.name for part in shown}
 
@@ -75,7 +78,9 @@ def check(path: Path, host: str, train: Train, settings: Mapping[str, Mapping[st
     Raises:
         AssertionError: an outcome differs.
     """
-    found = {"host": host, "mechanisms": outcomes(train, settings)}
+    with temporary():
+        mechanisms().update({part.name: part for part in zoo()})  # type: ignore[attr-defined]
+        found = {"host": host, "mechanisms": outcomes(train, settings)}
     if os.environ.get("QUEST_WRITE_SUPPORT") == "1":
         path.write_text(json.dumps(found, indent=1) + "\n")
     assert json.loads(path.read_text()) == found, f"QUEST_WRITE_SUPPORT=1 writes {path.name}, then docs/generate.py"

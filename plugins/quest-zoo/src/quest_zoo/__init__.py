@@ -1,8 +1,10 @@
 """Mechanisms to compare QUEST with, one idea per file. Importing this package registers them."""
 
 from .alibi import ALiBi as ALiBi
+from .diff import Difference as Difference
+from .diff import DifferentialSoftmax as DifferentialSoftmax
+from .diff import PairNorm as PairNorm
 from .entmax import Entmax as Entmax
-from .gates import Difference as Difference
 from .gates import Forget as Forget
 from .gates import Gate as Gate
 from .key_scales import FractionalKeyNorm as FractionalKeyNorm

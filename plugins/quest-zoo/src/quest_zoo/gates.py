@@ -1,4 +1,4 @@
-"""Mechanisms that read the layer's input: gates on the output, a difference of heads, and forgetting."""
+"""Gates that read the layer's input: on the output, and on what is forgotten."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quest_core import Cache, ConfigError, Option, Output, ScoreMod, register
+from quest_core import Cache, Option, Output, ScoreMod, register
 from quest_core.mechanisms import Dims, wider
 
 PER = Option("per", str, "head", "what has a gate of its own", choices=("head", "feature"))
@@ -37,35 +37,6 @@ class Gate(Output):
         assert x is not None
         gate = torch.sigmoid(x @ self.gate.weight.T)  # [B, N, H or H·D]
         return out * gate.reshape(*x.shape[:2], out.shape[1], -1).transpose(1, 2)
-
-
-@register("diff", source="Differential Transformer V2, Microsoft, 2026; V1: arXiv 2410.05258")
-class Difference(Output):
-    """y_2h ← y_2h − σ(W_λ x)_h y_2h+1.
-
-    Every second head is subtracted from the one before it. The difference stands in the places of both, because a
-    host's output projection keeps its size; it acts as the sum of its two blocks. W_λ starts at 0, so λ at 1/2.
-    """
-
-    causal = cross = cached = learnable = needs_input = True
-    reads = ("unseen", "group", "heads")
-
-    def __init__(self, dims: Dims) -> None:
-        super().__init__(dims)
-        if dims.num_heads % 2:
-            raise ConfigError(f"attention 'diff' subtracts heads in pairs; {dims.num_heads} heads are an odd number")
-        self.share = nn.Linear(dims.num_heads * dims.head_dim, dims.num_heads // 2, bias=False)
-        nn.init.zeros_(self.share.weight)
-
-    def change(self, out: Tensor, v: Tensor, x: Tensor | None) -> Tensor:
-        share = self.share(x).sigmoid().mT[..., None].to(out.dtype)  # [B, H/2, N, 1]
-        return (out[:, ::2] - share * out[:, 1::2]).repeat_interleave(2, 1)
-
-    def reference(self, out: Tensor, v: Tensor, x: Tensor | None) -> Tensor:
-        assert x is not None
-        share = torch.sigmoid(x @ self.share.weight.T).transpose(1, 2)[..., None]
-        pairs = [out[:, 2 * h] - share[:, h] * out[:, 2 * h + 1] for h in range(out.shape[1] // 2)]
-        return torch.stack([pair for pair in pairs for _ in range(2)], 1)
 
 
 @register("forget", source="Lin et al., 2025: arXiv 2503.02130, eq. 5", options=(START,))

@@ -39,7 +39,8 @@ class KeyScale(Score):
     """q (γ ⊙ k / s_h)ᵀ, s_h the running mean of ‖k‖.
 
     A key keeps its norm relative to the other keys of its head. s_h moves by a hundredth of the difference per training
-    step, padding included, and the first step sets it. Replicas hold that of their own batches, as in batch norm.
+    step, padding included, and the first step sets it. Replicas hold that of their own batches, as in batch norm. γ has
+    a value per feature and serves all heads; in the source each head has its own.
     """
 
     causal = cross = cached = learnable = stateful = True

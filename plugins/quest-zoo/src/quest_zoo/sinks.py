@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quest_core import Normalizer, Option, register
+from quest_core.compat import attend_with_sink
 from quest_core.mechanisms import Dims, local, naive
 from quest_core.mechanisms.normalizers import Softmax
 
@@ -17,7 +18,8 @@ from quest_core.mechanisms.normalizers import Softmax
 class Softmax1(Normalizer):
     """exp(l) / (1 + Σ exp(l)).
 
-    Through the fused kernel it is a softmax with one more key, a zero vector whose value is zero.
+    Through the fused kernel it is a softmax with one more key, a zero vector whose value is zero; on a CPU, a factor on
+    the output where that is possible.
     """
 
     causal = cross = cached = dropout = True
@@ -32,6 +34,10 @@ class Softmax1(Normalizer):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, **how: Any) -> Any:
         if how.keys() - {"is_causal", "dropout_p", "grouped"}:
             return super().forward(q, k, v, scale=scale, mask=mask, **how)
+        if mask is None and not how["dropout_p"] and not how["grouped"]:
+            out = attend_with_sink(q, k, v, self.sink(), how["is_causal"], scale)
+            if out is not None:
+                return out
         width, square = v.shape[-1], q.shape[2] == k.shape[2]
         if mask is not None:
             mask = F.pad(mask.expand(*mask.shape[:-1], k.shape[2]), (1, 0), value=mask.dtype == torch.bool)
