@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import quest_timm  # noqa: F401  # timm accepts attention= from here on
 from quest_core.hosts.inject import REPORT
 from quest_suites.contract import Cell, Progress, Result, load_state, save_state
 
