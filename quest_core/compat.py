@@ -64,7 +64,10 @@ def constant_result(function: Function) -> Function:
     """Mark a function that torch.compile calls instead of reading it; the result is a constant in the graph.
 
     torch.compiler.assume_constant_result does the same, but imports the whole compiler first, which takes seconds.
+    Dynamo stores the result as a global of the frame that it compiles, under the name in the code. With the function's
+    own name, a frame in a module that calls the function would lose it.
     """
+    function.__code__ = function.__code__.replace(co_name=f"result_of_{function.__name__}")
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
