@@ -1,0 +1,340 @@
+"""Run an example of a model, and note its calls of attention, products and softmaxes, which are judged afterwards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from ..compat import force_eager, is_compiling, may_read
+from ..mechanism import Mechanism
+from .following import (
+    BY_HAND,
+    OTHER_PRODUCTS,
+    PRODUCTS,
+    SOFTMAX,
+    Flow,
+    Flows,
+    Following,
+    Origin,
+    alpha,
+    equation,
+    factor_of,
+    name_of,
+    operands,
+    tensors,
+)
+from .sites import common_norm, in_autograd_function, run_example, undisturbed
+from .universal import FUNCTIONS, Call
+from .written import HIDDEN
+
+
+@dataclass(eq=False)
+class Frame:
+    """One call of a module.
+
+    Attributes:
+        known: it is a part of attention that is known, and not looked into.
+        begin, end: how many products and softmaxes there were before it and after it.
+        calls: how often it called an attention function.
+    """
+
+    path: str
+    module: nn.Module
+    known: bool
+    begin: tuple[int, int]
+    end: tuple[int, int] = (0, 0)
+    calls: int = 0
+
+
+@dataclass(eq=False)
+class Softmax:
+    """One softmax: the flows of its logits, its result, and the call in which its products were formed too."""
+
+    terms: Flows
+    origin: Origin
+    owner: Frame
+    axes: dict[Origin, set[str]]  # the letters of each product along which the softmax sums
+    plain: bool  # whether its logits come from a projection, as far as they come from no product
+    shape: tuple[int, ...]
+    causal: bool = False
+
+    @property
+    def place(self) -> str:
+        """The path of the module that it belongs to."""
+        path = self.owner.path
+        return path.rpartition(".")[0] if isinstance(self.owner.module, nn.Softmax) else path
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether it is shaped like attention, [B, H, N, M] or [B·H, N, N], which others rarely are."""
+        return len(self.shape) > 3 or (len(self.shape) == 3 and self.shape[1] == self.shape[2])
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One operand of a product."""
+
+    sizes: dict[str, int]  # of its axes, by letter
+    features: set[str] | None  # the letters along which the features of its projection change; None if not known
+    factor: float | None  # of the host; None if it cannot be separated
+    norm: float | None  # that all its vectors have
+    seen: tuple[float, float] | None  # sums that other values do not have
+
+
+UNKNOWN = Operand({}, None, None, None, None)
+
+
+class Search(Following):
+    """Runs an example without gradients, and notes calls, products and softmaxes with what is needed to judge them.
+
+    Args:
+        model: it runs.
+        known: paths of modules that are not looked into.
+    """
+
+    def __init__(self, model: nn.Module, known: Collection[str]) -> None:
+        super().__init__(places=True)
+        self.model = model
+        self.paths = {module: path for path, module in model.named_modules()}
+        self.known = known
+        self.running: list[Frame] = []
+        self.frames: list[Frame] = []
+        self.calls: dict[str, Call] = {}  # by the paths of their modules
+        self.products: list[Origin] = []
+        self.softmaxes: list[Softmax] = []
+        self.by_hand: dict[str, str] = {}  # path -> function
+        self.made = {id(x): ref(x) for x in (*model.parameters(), *model.buffers())}  # what PyTorch's functions made
+        self.unseen: set[str] = set()  # paths of modules in which something else made a tensor
+
+    def run(self, example: Any, *, changed: bool = False) -> Search:
+        """Run the model, on other values if `changed`. Random state and buffers stay as they were."""
+        handles = [module.register_forward_pre_hook(self._enter, with_kwargs=True) for module in self.paths]
+        handles += [module.register_forward_hook(self._leave, always_call=True) for module in self.paths]
+        if changed:
+            handles.append(self.model.register_forward_pre_hook(_change, with_kwargs=True, prepend=True))
+        try:
+            with undisturbed(self.model), force_eager(), self:
+                run_example(self.model, example)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return self
+
+    def _enter(self, module: nn.Module, inputs: Any, named: Any) -> None:
+        if not self.running:
+            self._make((*inputs, *named.values()))
+        path = self.paths[module]
+        known = path in self.known or isinstance(module, Mechanism) or bool(self.running and self.running[-1].known)
+        frame = Frame(path, module, known, (len(self.products), len(self.softmaxes)))
+        self.running.append(frame)
+        self.frames.append(frame)
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._use(output)
+        self._make(output)
+        self.running.pop().end = len(self.products), len(self.softmaxes)
+
+    def _make(self, values: Any) -> None:
+        self.made |= {id(x): ref(x) for x in tensors((values,))}
+
+    def _use(self, values: Any) -> None:
+        """Note the running modules if no function of PyTorch that was seen made one of some tensors."""
+        for x in tensors((values,)):
+            known = self.made.get(id(x))
+            if x.is_floating_point() and (known is None or known() is not x):
+                self._hide()
+
+    def _hide(self) -> None:
+        self.unseen.update(frame.path for frame in self.running)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.running or is_compiling():
+            return func(*args, **kwargs)
+        if func in FUNCTIONS and not self.running[-1].known:
+            self._call(func, args, kwargs)
+        out = func(*args, **kwargs)
+        self._use((*args, *kwargs.values()))
+        self._make(out)
+        if type(func).__module__ == "torch._ops":  # an operator of the host or of its kernels
+            self._hide()
+        if self.running[-1].known:
+            return out
+        name = name_of(func)
+        if name in PRODUCTS:
+            self._product(name, args, kwargs, out)
+        elif name == SOFTMAX:
+            self._softmax(args, kwargs, out)
+        elif name in OTHER_PRODUCTS and isinstance(out, Tensor):
+            self.new(out, Origin("product", name, frames=tuple(self.running)), odd=name)
+        else:
+            self.follow(name, func, args, kwargs, out)
+            if name == "mul" and isinstance(out, Tensor):
+                self._by_entries(args, out)
+        return out
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> None:
+        frame = self.running[-1]
+        frame.calls += 1
+        call = replace(FUNCTIONS[func].read(frame.path, *args, **kwargs), repeated=frame.calls > 1)
+        self.calls[frame.path] = self.calls[frame.path].joined(call) if frame.path in self.calls else call
+
+    def _by_entries(self, args: Any, out: Tensor) -> None:
+        """Begin at queries times keys by entries, which a sum over features would follow; see weights times values."""
+        pair = [x for x in args if isinstance(x, Tensor) and out.numel() > x.numel() > 1 and not self.is_parameter(x)]
+        if len(pair) != 2:
+            return
+        for x in pair:
+            self._spelled(x)
+        if all(any(flow.origin.axis is not None for flow in self.flows(x)) for x in pair):
+            origin = Origin("product", "mul", frames=tuple(self.running))
+            self.new(out, origin, odd="a sum of products by entries", also=self.flows(out))
+
+    def _spelled(self, weights: Tensor) -> None:
+        """Note which function of `BY_HAND` made the weights of some values."""
+        for flow in self.flows(weights):
+            if flow.origin.kind == "product" and not flow.origin.is_plain and flow.odd in BY_HAND:
+                self.by_hand.setdefault(flow.origin.frames[-1].path, flow.odd)
+
+    def _product(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
+        origin = Origin("product", name, len(self.products), frames=tuple(self.running))
+        self.products.append(origin)
+        parts = operands(name, args, kwargs)
+        if parts is None:
+            self.new(out, origin, odd=f"{name} of more than two tensors")
+            return
+        if in_autograd_function():
+            self.new(out, origin, odd="an autograd.Function with a derivative of its own")
+            return
+        head, a, b, rest = parts
+        pair, letters = (a, b), equation(name, head, a, b)
+        origin.learned = tuple(self.is_parameter(x) for x in pair)
+        weights = self._apply(pair, letters, origin.learned)
+        if all(origin.learned) or (weights and not any(origin.learned)):
+            origin.kind, origin.learned = "plain", ()
+        if not letters or len(contracted(letters)) != 1:
+            self.new(out, origin, odd=None if origin.is_plain else f"{name} over {letters or 'vectors'}")
+            return
+        origin.equation = letters
+        if any(origin.learned):  # a projection, whose features are those of the parameter
+            parameter, other = letters[origin.learned.index(True)], letters[origin.learned.index(False)]
+            own = [s for s in parameter if s in letters[2] and s not in other]
+            origin.axis = letters[2].index(own[-1]) if own else None
+            origin.mixes = tuple(f.origin for x in pair for f in self.flows(x) if f.origin.kind == "product")
+        if origin.kind == "product":
+            origin.operands = tuple(self._operand(x, s, letters) for x, s in zip(pair, letters, strict=False))
+        kept = tuple(flow._replace(entries=None) for flow in weights) if any(origin.learned) else ()
+        self.new(out, origin, alpha(rest), also=(*self.added(head, rest), *kept))
+
+    def _operand(self, x: Tensor, own: str, letters: tuple[str, str, str]) -> Operand:
+        flow = next((flow for flow in self.flows(x) if flow.origin.is_plain), None)
+        features = None
+        if flow is not None and flow.entries is not None and flow.origin.axis is not None:
+            features = {s for i, s in enumerate(own) if flow.origin.axis in varying(flow, i)}
+        sizes = dict(zip(own, x.shape, strict=True))
+        if not may_read(x, waits=True):
+            return Operand(sizes, features, factor_of(self.flows(x)), None, None)
+        wide = x.detach().double()
+        vectors = wide.movedim(own.index(contracted(letters)[0]), -1)
+        norm = common_norm(vectors, 2e-3 if x.dtype == torch.float32 else 1e-2)
+        values = wide.flatten()
+        seen = (values.sum().item(), (values * torch.linspace(1, 2, len(values)).to(values)).sum().item())
+        return Operand(sizes, features, factor_of(self.flows(x)), norm, seen)
+
+    def _apply(self, pair: Any, letters: tuple[str, str, str] | None, learned: Sequence[bool]) -> list[Flow]:
+        """Return the weights that a product applies to values, and note on them over which axis."""
+        found = []
+        for i, x in enumerate(pair):
+            if not learned[1 - i]:
+                self._spelled(x)
+            for flow in self.flows(x):
+                if flow.origin.kind == "softmax":
+                    found.append(flow)
+                if flow.origin.kind != "softmax" or learned[1 - i]:
+                    continue
+                axis, use = flow.origin.axis, "applied"
+                if flow.entries is not None and letters and axis is not None and flow.origin.shape[axis] > 1:
+                    over = {s for place, s in enumerate(letters[i]) if axis in varying(flow, place)}
+                    use = "applied" if over & set(contracted(letters)) else "kept"
+                flow.origin.uses.append(use)
+        return found
+
+    def _owner(self, terms: Flows) -> Frame:
+        """Return the innermost running module in which all products of some logits were formed."""
+        formed = [one for flow in terms for one in (flow.origin.mixes or (flow.origin,))]
+        around = [
+            frame
+            for level, frame in enumerate(self.running)
+            if all(len(one.frames) > level and one.frames[level] is frame for one in formed)
+        ]
+        return around[-1] if around else self.running[0]
+
+    def _softmax(self, args: Any, kwargs: Any, out: Tensor) -> None:
+        logits = args[0] if args else kwargs["input"]
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        terms = tuple(flow for flow in self.flows(logits) if flow.origin.kind == "product" or flow.origin.mixes)
+        origin = Origin("softmax", SOFTMAX, axis=(-1 if dim is None else dim) % max(out.dim(), 1))
+        own = tuple(flow for flow in terms if not any(isinstance(use, Softmax) for use in flow.origin.uses))
+        owner = self._owner(own)
+        if any(owner in flow.origin.frames for flow in terms if flow not in own):
+            own = ()
+        if own:  # logits of earlier modules, which are sites too, are added to those of this one
+            terms = own
+        else:
+            owner = self._owner(terms)
+        plain = any(flow.origin.axis is not None for flow in self.flows(logits))
+        made = Softmax(terms, origin, owner, {}, plain, tuple(out.shape))
+        self.softmaxes.append(made)
+        if not terms:
+            return
+        for flow in terms:
+            result = flow.origin.equation[2]
+            if flow.entries is not None and result:
+                made.axes[flow.origin] = {result[axis] for axis in varying(flow, origin.axis or 0)}
+            for one in (flow.origin, *flow.origin.mixes):
+                one.uses.append(made)
+        if out.dim() > 1 and may_read(logits, waits=True):
+            n, m = out.shape[-2:]
+            future = torch.ones(n, m, dtype=torch.bool, device=out.device).triu(m - n + 1)
+            made.causal = bool(future.any()) and bool(((logits <= HIDDEN) | ~future).all())
+        self.new(out, origin)
+
+
+def contracted(letters: tuple[str, str, str]) -> list[str]:
+    return [s for s in letters[0] if s in letters[1] and s not in letters[2]]
+
+
+def varying(flow: Flow, dim: int) -> set[int]:
+    """Return the axes of the origin along which places change along the axis `dim` of the tensor."""
+    assert flow.entries is not None
+    shape, index = flow.origin.shape, flow.entries
+    rows = index.movedim(dim, -1).reshape(-1, index.shape[dim])
+    rows = rows[:: max(len(rows) // 512, 1)]
+    real, found = rows > 0, set()
+    for axis, size in enumerate(shape):
+        place = (rows - 1).div(math.prod(shape[axis + 1 :]), rounding_mode="floor") % size
+        most, least = place.masked_fill(~real, -1).amax(-1), place.masked_fill(~real, size).amin(-1)
+        if bool((most > least).any()):
+            found.add(axis)
+    return found
+
+
+def _change(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Return other inputs of the same kind: numbers are turned around and scaled, masks stay."""
+
+    def other(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 1:
+            return x.flatten().flip(0).view_as(x) * 1.3 + 0.1
+        if isinstance(x, Tensor) and x.dtype != torch.bool and x.numel() > 1 and x.max() > 1:
+            return x.flatten().flip(0).view_as(x)
+        if isinstance(x, dict):
+            return {key: other(value) for key, value in x.items()}
+        return type(x)(other(y) for y in x) if type(x) in (list, tuple) else x
+
+    return other(args), other(kwargs)
