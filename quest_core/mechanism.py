@@ -396,7 +396,7 @@ class Mechanism(CheckpointGuard):
                 "or dgqa"
             )
         if mask is not None:
-            mask = plain_mask(mask)
+            mask = plain_mask(mask, q.device)
         if not exporting:
             self._check_shapes(q, k, v, mask, dropout_p, cached)
             wanted = (q.shape[0], q.shape[2], q.shape[1] * q.shape[3])

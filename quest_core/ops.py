@@ -159,8 +159,8 @@ def drop(weights: Tensor, dropout_p: float) -> Tensor:
     return F.dropout(weights, dropout_p) if dropout_p > 0 else weights
 
 
-def plain_mask(mask: Tensor | None) -> Tensor | None:
-    """Return a causal bias of torch.nn.attention.bias as a boolean mask [N, M]; other masks as they are."""
+def plain_mask(mask: Tensor | None, device: torch.device) -> Tensor | None:
+    """Return a causal bias of torch.nn.attention.bias as a boolean mask [N, M] on `device`; other masks as they are."""
     if mask is None or type(mask) is Tensor:
         return mask
     # Imported late: the module imports torch._dynamo, which would double the time of `import quest_core`.
@@ -170,7 +170,7 @@ def plain_mask(mask: Tensor | None) -> Tensor | None:
         return mask
     n, m = mask.seq_len_q, mask.seq_len_kv
     shift = m - n if mask.variant == CausalVariant.LOWER_RIGHT else 0
-    return torch.ones(n, m, dtype=torch.bool, device=mask.device).tril(shift)
+    return torch.ones(n, m, dtype=torch.bool, device=device).tril(shift)
 
 
 def expand_mask(mask: Tensor, q: Tensor, k: Tensor, cached: int = 0) -> Tensor:

@@ -302,6 +302,7 @@ HELPERS = {
 }
 
 
+@pytest.mark.needs_torch("2.6", "torch.compile inside of a TorchFunctionMode")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("attention", ["qknorm-hs", "qknorm", "quest", "quest+sigmoid"])
 @pytest.mark.parametrize("helper", HELPERS)

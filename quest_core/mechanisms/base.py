@@ -8,7 +8,6 @@ Output, which changes what comes out.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +72,7 @@ class Score(Component):
 
     def scale(self, head_dim: int) -> float:
         """Return the factor on q kᵀ for queries of `head_dim` features."""
-        return 1 / math.sqrt(head_dim) if self.factor is None else self.factor
+        return 1 / head_dim**0.5 if self.factor is None else self.factor  # PyTorch 2.5 compiles no sqrt of a size
 
     def query(self, q: Tensor) -> Tensor:
         """Return q [B, H, N, D] ready for the dot product, in the same shape."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..compat import is_exporting, size, traces_onnx, transform, wider
+from ..compat import VERSION, is_exporting, size, traces_onnx, transform, wider
 from ..ops import apply_weights, block_rows, drop, in_blocks, logits, merge_causal, visible, widen
 from ..registry import Option, register
 from . import naive
@@ -46,8 +46,8 @@ class Softmax(Normalizer):
         **plain: Any,
     ) -> Any:
         if plain or transform():  # the kernels have neither rules for batches nor forward derivatives
-            plain |= {"scale": scale, "dropout_p": dropout_p, "grouped": grouped}
-            return super().forward(q, k, v, mask=mask, is_causal=is_causal, **plain)
+            how = {**plain, "scale": scale, "dropout_p": dropout_p, "grouped": grouped}
+            return super().forward(q, k, v, mask=mask, is_causal=is_causal, **how)
         if is_causal:
             n, m = q.shape[2], k.shape[2]
             if n == 1 and not is_exporting():  # which would fix that size
@@ -64,8 +64,8 @@ class Softmax(Normalizer):
                 wide = blind.expand_as(mask)  # as `expand_mask`
                 mask = mask | wide if mask.dtype == torch.bool else mask.masked_fill(wide, 0)
             mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
-        # Of the fused kernels, only those of the CPU take shared heads together with a mask.
-        if grouped and ((mask is not None and not q.is_cpu) or traces_onnx()):
+        # Of the fused kernels, only those of the CPU take shared heads together with a mask, and none before 2.6.
+        if grouped and ((mask is not None and not q.is_cpu) or traces_onnx() or VERSION < (2, 6)):
             share = size(q, 1) // size(k, 1)
             k, v, grouped = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1), False
         batch, head, token, feature = q.stride()
@@ -174,8 +174,8 @@ class Sinkhorn(Normalizer):
     ) -> Any:
         rows = None if plain else block_rows(q.shape[2], q.shape[0] * q.shape[1] * k.shape[2])
         if rows is None:
-            plain |= {"scale": scale, "dropout_p": dropout_p, "grouped": grouped}
-            return super().forward(q, k, v, mask=mask, is_causal=is_causal, **plain)
+            how = {**plain, "scale": scale, "dropout_p": dropout_p, "grouped": grouped}
+            return super().forward(q, k, v, mask=mask, is_causal=is_causal, **how)
 
         def sums(columns: Tensor | float) -> Tensor:
             def block(q: Tensor, k: Tensor, _: Tensor, mask: Tensor | None) -> Tensor:
