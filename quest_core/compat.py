@@ -268,55 +268,6 @@ def _refusal(name: str) -> Tensor:
     return carrier
 
 
-class ScaledDotProductSink(torch.autograd.Function):  # `name_second_derivative` finds its node by this name
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor, is_causal: bool, scale: float) -> Tensor:
-        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out: Tensor
-        out, sums = attend(q, k, v, 0.0, is_causal, scale=scale)
-        sums = sums.unsqueeze(-1)  # log Σ exp(l) [B, H, N, 1]
-        out *= (sums - sink).sigmoid_().to(out.dtype)
-        ctx.save_for_backward(q, k, v, out, sums, sink)
-        ctx.is_causal, ctx.scale = is_causal, scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, sums, sink = ctx.saved_tensors
-        total = torch.logaddexp(sums, sink.to(sums))  # with the sink
-        # Of an output and a sum with the sink, the kernel makes the gradients with the sink.
-        derive = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        grads = derive(grad, q, k, v, out, total.squeeze(-1), 0.0, ctx.is_causal, scale=ctx.scale)
-        own = None
-        if ctx.needs_input_grad[3]:
-            own = -((sink - total).exp() * (grad * out).sum(-1, keepdim=True)).sum((0, 2), keepdim=True)[0]
-        return *grads, own, None, None
-
-
-def attend_with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, is_causal: bool, scale: float) -> Tensor | None:
-    """Return softmax attention with one more logit per head, whose weight goes to no value.
-
-    It takes PyTorch's kernel for CPUs, which returns the sum of the exponentials too; the public function does not.
-
-    Args:
-        q: [B, H, N, D], k and v: [B, H, M, D].
-        sink: the logits, [H, 1, 1] or less.
-
-    Returns:
-        [B, H, N, D], or None where that kernel does not apply.
-    """
-    if not (is_eager() and torch.backends.cuda.flash_sdp_enabled() and autocast_dtype("cpu") is None and scale > 0):
-        return None
-    for x in (q, k, v):
-        fits = type(x) is Tensor and x.is_cpu and x.dtype == q.dtype and x.shape[:2] == q.shape[:2]
-        if not fits or x.shape[3] != q.shape[3] or x.stride(3) != 1 or min(x.stride()[:3]) < 2 or not x.numel():
-            return None
-    if is_causal and q.shape[2] not in (1, k.shape[2]):  # the kernel aligns causal masks at the first key
-        return None
-    apply: Callable[..., Tensor] = ScaledDotProductSink.apply
-    return apply(q, k, v, sink, is_causal and q.shape[2] > 1, scale)
-
-
 _FLEX = "torch.nn.attention.flex_attention"
 
 

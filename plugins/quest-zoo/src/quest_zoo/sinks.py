@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quest_core import Normalizer, Option, register
-from quest_core.compat import attend_with_sink
 from quest_core.mechanisms import Dims, local, naive
 from quest_core.mechanisms.normalizers import Softmax
+
+from .sink_kernel import attend_with_sink
 
 
 @register("softmax1", source="Miller, 2023: Attention Is Off By One")
