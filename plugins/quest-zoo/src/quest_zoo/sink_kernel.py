@@ -11,14 +11,18 @@ from torch import Tensor
 from quest_core.compat import autocast_dtype, is_eager
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the output and log Σ exp(l) without the sink [B, H, N, 1]."""
+    out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
+    sums = sums.unsqueeze(-1)
+    out *= (sums - sink).sigmoid_().to(out.dtype)
+    return out, sums
+
+
 class ScaledDotProductSink(torch.autograd.Function):  # quest_core names second derivatives of nodes of such names
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor, is_causal: bool, scale: float) -> Tensor:
-        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out: Tensor
-        out, sums = attend(q, k, v, 0.0, is_causal, scale=scale)
-        sums = sums.unsqueeze(-1)  # log Σ exp(l) [B, H, N, 1]
-        out *= (sums - sink).sigmoid_().to(out.dtype)
+        out, sums = attend(q, k, v, sink, is_causal, scale)
         ctx.save_for_backward(q, k, v, out, sums, sink)
         ctx.is_causal, ctx.scale = is_causal, scale
         return out
@@ -58,5 +62,8 @@ def attend_with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, is_causal: b
             return None
     if is_causal and q.shape[2] not in (1, k.shape[2]):  # the kernel aligns causal masks at the first key
         return None
+    is_causal = is_causal and q.shape[2] > 1
+    if not torch.is_grad_enabled():
+        return attend(q, k, v, sink, is_causal, scale)[0]
     apply: Callable[..., Tensor] = ScaledDotProductSink.apply
-    return apply(q, k, v, sink, is_causal and q.shape[2] > 1, scale)
+    return apply(q, k, v, sink, is_causal, scale)
