@@ -179,7 +179,7 @@ def test_errors_name_the_keys_of_the_config(tmp_path, monkeypatch) -> None:
     load(tmp_path, SMALL, "model.type", "partial", "gnn.attention", "quest")
     with pytest.raises(InjectionError, match=r"'pool' \(PoolingAttention\).*say gnn.allow_partial: True"):
         create_model(dim_in=3, dim_out=2)
-    load(tmp_path, SMALL, "gt.attention", "quest", "run_dir", str(tmp_path))
+    load(tmp_path, SMALL, "gt.attention", "quest", "out_dir", str(tmp_path))
     save_ckpt(create_model(dim_in=3, dim_out=2))
     cfg.gt.attention = "qnorm"
     with pytest.raises(quest_core.CheckpointError, match="gt.attention: 'quest', or say gt.attention_from: 'quest'"):
