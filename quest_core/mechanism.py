@@ -386,7 +386,7 @@ class Mechanism(CheckpointGuard):
                 f"attention '{self.config}': '{self._no_dropout[0]}' has no weights to drop; set the attention "
                 "dropout to 0"
             )
-        if self._learns or not self.fused or (weights and is_one_in_example(q.shape[0])):
+        if exporting and (self._learns or not self.fused or (weights and is_one_in_example(q.shape[0]))):
             refuse_one_token(self.config, q.shape[2], k.shape[2])
         if self._mixing and tokens_are_divided():
             raise UnsupportedError(
