@@ -49,9 +49,10 @@ def lacks(error: BaseException | None) -> str | None:
         return f"{PREFIX}is refused: {text}"
     if isinstance(error, RuntimeError) and "not implemented for 'Half'" in text and not has_half():
         return f"{PREFIX}has no float16 products on a CPU"
-    lines = text.splitlines() if isinstance(error, AssertionError) else [text]  # a grid asserts that a list is empty
-    if VERSION < (2, 6) and all(any(limit in line for limit in LIMITS_OF_2_5) for line in lines if line):
-        return f"{PREFIX}cannot: {lines[0]}" if lines else None
+    said = text.splitlines() if isinstance(error, AssertionError) else [text]  # a grid asserts that a list is empty
+    lines = [line for line in said if line]
+    if VERSION < (2, 6) and lines and all(any(limit in line for limit in LIMITS_OF_2_5) for line in lines):
+        return f"{PREFIX}cannot: {lines[0]}"
     return None
 
 

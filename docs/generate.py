@@ -42,7 +42,8 @@ def support() -> str:
         return {"works": "✓", "refused": "–"}[said]
 
     lines = ["| | " + " | ".join(column["host"] for column in columns) + " |", "|---|" + ":-:|" * len(columns)]
-    (first, *_) = [name for name in columns[0]["mechanisms"] if name in {part.name for part in zoo()}]
+    theirs = {part.name for part in zoo()}
+    first = next(name for name in columns[0]["mechanisms"] if name in theirs)
     for name in columns[0]["mechanisms"]:
         lines += ["| *quest-zoo* |" + " |" * len(columns)] if name == first else []
         lines.append(f"| `{name}` | " + " | ".join(cell(column["mechanisms"][name]) for column in columns) + " |")

@@ -64,8 +64,9 @@ class Softmax(Normalizer):
                 wide = blind.expand_as(mask)  # as `expand_mask`
                 mask = mask | wide if mask.dtype == torch.bool else mask.masked_fill(wide, 0)
             mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
-        # Of the fused kernels, only those of the CPU take shared heads together with a mask, and none before 2.6.
-        if grouped and ((mask is not None and not q.is_cpu) or traces_onnx() or VERSION < (2, 6)):
+        # Of the fused kernels, only that of the CPU takes shared heads with a mask; that of PyTorch 2.5 takes none.
+        shares = VERSION >= (2, 6) if q.is_cpu else mask is None
+        if grouped and (not shares or traces_onnx()):
             share = size(q, 1) // size(k, 1)
             k, v, grouped = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1), False
         batch, head, token, feature = q.stride()

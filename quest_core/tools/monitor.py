@@ -185,7 +185,7 @@ def remarks(now: dict[str, Any], before: dict[str, Any], steps: int = 0) -> list
         if path in before and 0 < (old := before[path]["max_logit"][head]) < math.inf and 0 < top < math.inf:
             growth = (top / old) ** (1 / (steps or 1)) - 1
             words += f" ({growth:+.2%} {'a step' if steps else 'since the collect before'})"
-            left = math.log(OVERFLOW / top) / math.log1p(growth) if growth > 0 < steps else 0
+            left = math.log(OVERFLOW / top) / math.log1p(growth) if steps and growth > 0 else 0
             if old >= LARGE and 0 < left < SOON:  # the first steps grow faster than the later ones
                 words += f"; at this rate float16 overflows in {left:.0f} steps"
         if "logit_bound" not in names and "query_norm_max" in names:
@@ -198,7 +198,9 @@ def remarks(now: dict[str, Any], before: dict[str, Any], steps: int = 0) -> list
         elif i:
             continue
         lines.append(words)
-    return [*lines, *[f"what people do about it: {PAGE}#ways-to-keep-logits-small"] * alarm]
+    if alarm:
+        lines.append(f"what people do about it: {PAGE}#ways-to-keep-logits-small")
+    return lines
 
 
 _BORROWED: WeakKeyDictionary[nn.Module, set[object]] = WeakKeyDictionary()  # a model -> its borrowers

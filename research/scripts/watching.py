@@ -39,9 +39,13 @@ def gpt() -> tuple[nn.Module, Callable[[nn.Module, bool], torch.Tensor]]:
 
     ids = torch.randint(0, 1000, (1, 256))
     sizes = GPT2Config(n_embd=384, n_layer=6, n_head=6, vocab_size=1000, bos_token_id=0, eos_token_id=0)
-    return GPT2LMHeadModel(
-        sizes
-    ), lambda model, full: model(input_ids=(given := ids[:, : 256 if full else 5]), labels=given).loss
+
+    def loss(model: nn.Module, full: bool) -> torch.Tensor:
+        given = ids if full else ids[:, :5]
+        found: torch.Tensor = model(input_ids=given, labels=given).loss
+        return found
+
+    return GPT2LMHeadModel(sizes), loss
 
 
 def main(name: str) -> None:
@@ -63,7 +67,8 @@ def main(name: str) -> None:
         return 1e3 * (time.process_time() - start)  # ms
 
     for i in range(3):
-        step(i, True), step(i, False)  # `Watch` measures the first step of a training
+        step(i, True)  # `Watch` measures the first step of a training
+        step(i, False)
     ratios, differences, times = [], [], []
     for number in range(ROUNDS):
         turn = {(i, full): step(i, full) for full in (True, False) for i in ((0, 1, 2), (2, 1, 0))[number % 2]}
