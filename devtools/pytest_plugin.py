@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Generator
 from typing import TypeVar
@@ -29,6 +30,10 @@ Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[OVER] = {}
     config.pluginmanager.register(_Collector(config.stash[OVER]))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # no garbage collection in a test looks at the million objects of an imported host
 
 
 # --- skips ----------------------------------------------------------------------------------------------------------

@@ -24,8 +24,11 @@ NO_TESTS = 5  # pytest's exit status if it collected nothing
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
-    """Return the process environment without what lets in packages from outside of a virtual environment."""
-    dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    """Return the process environment without what lets in packages from outside of a virtual environment.
+
+    PYTHONDONTWRITEBYTECODE, which many container images set, goes too: every process would compile its host again.
+    """
+    dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
     return {k: v for k, v in os.environ.items() if k not in dropped} | {"PYTHONNOUSERSITE": "1"} | extra
 
 

@@ -120,24 +120,46 @@ def test_key_heads_of_the_host_are_pooled(loader, folder):
     assert LOADERS[loader](folder, "stock", "quest+gqa(kv_heads=2)", "standard")[0].shape == made[WEIGHT].shape
 
 
-def test_without_the_plugin(folder, fresh_python):
-    """Strict loading names the key. Other loading is silent."""
-    printed = fresh_python(
-        "import sys\n"
-        "import numpy as np\n"
-        "from tsai.basics import TSClassification, TSClassifier\n"
-        "labels = np.arange(24) % 3\n"
-        "def learner(**options):\n"
-        "    return TSClassifier(np.zeros((24, 3, 12), np.float32), labels, path='.', device='cpu', arch='TSTPlus',\n"
-        "        splits=(list(range(16)), list(range(16, 24))), tfms=[None, TSClassification()], bs=8,\n"
-        "        arch_config={'n_layers': 2, 'd_model': 16, 'n_heads': 4}, **options)\n"
-        "for options in ({}, {'with_opt': False}, {'strict': False}):\n"
-        "    try:\n"
-        "        learner().load('quest', **options)\n"
-        "        print('silent')\n"
-        "    except RuntimeError as error:\n"
-        f"        print('Unexpected key' in str(error) and '{ENTRY}' in str(error))\n"
-        "assert not any(name.startswith('quest') for name in sys.modules if name != 'quest_tsai_environment')\n",
-        folder,
-    )
-    assert printed.splitlines() == ["True", "True", "silent"]
+ALONE = """
+import logging, sys, warnings
+import numpy as np
+from tsai.basics import TSClassification, TSClassifier, load_learner
+from tsai.models.TSTPlus import TSTPlus
+from tsai.models.utils import transfer_weights
+labels = np.arange(24) % 3
+for options in ({}, {'with_opt': False}, {'strict': False}):
+    learn = TSClassifier(np.zeros((24, 3, 12), np.float32), labels, path='.', device='cpu', arch='TSTPlus', bs=8,
+        splits=(list(range(16)), list(range(16, 24))), tfms=[None, TSClassification()],
+        arch_config={'n_layers': 2, 'd_model': 16, 'n_heads': 4})
+    try:
+        learn.load('quest', **options)
+        print('silent')
+    except RuntimeError as error:
+        print('Unexpected key' in str(error) and 'ENTRY' in str(error))
+assert not any(name.startswith('quest') for name in sys.modules if name != 'quest_tsai_environment')
+learn = load_learner('quest.pkl')
+np.testing.assert_allclose(learn.get_X_preds(np.load('x.npy'))[0], np.load('wanted.npy'), rtol=1e-4, atol=1e-6)
+print(learn.model.attention_report)
+logging.basicConfig(filename='train.log', level=logging.INFO)
+import quest_tsai
+model = TSTPlus(3, 3, 12, attention='quest', n_layers=2, d_model=16, n_heads=4)
+warnings.simplefilter('ignore')
+transfer_weights(model, 'models/stock.pth', device='cpu')
+print(model.attention_report)
+""".replace("ENTRY", ENTRY)
+
+
+def test_a_process_that_does_not_import_the_plugin(folder, fresh_python):
+    """Strict loading names the key, other loading is silent, an exported learner imports the plugin.
+
+    tsai and fastai keep no log of their own, so reports and warnings are in the one on the root logger.
+    """
+    np.save(folder / "x.npy", SERIES[:4])
+    np.save(folder / "wanted.npy", load_learner(folder / "quest.pkl").get_X_preds(SERIES[:4].copy())[0].numpy())
+    printed = fresh_python(ALONE, folder).splitlines()
+    assert printed[:3] == ["True", "True", "silent"]
+    assert len([line for line in printed if "attention=quest in 2 modules" in line]) == 2
+    log = [line for line in (folder / "train.log").read_text().splitlines() if "quest_core" in line]
+    assert log[0] == f"INFO:quest_core:{printed[-1]}"
+    assert log[1].startswith("WARNING:quest_core:these weights were trained with standard attention")
+    assert len(log) == 2

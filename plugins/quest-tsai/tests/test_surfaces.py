@@ -144,27 +144,6 @@ def test_plain_class_and_report(capsys):
     assert lines == [f"quest: {model.attention_report}"]
 
 
-def test_the_report_and_the_warning_reach_the_log(tmp_path, fresh_python):
-    """tsai and fastai keep no log of their own, so it is the one that the user configures on the root logger."""
-    printed = fresh_python(
-        "import logging, warnings\n"
-        "logging.basicConfig(filename='train.log', level=logging.INFO)\n"
-        "import quest_tsai, torch\n"
-        "from tsai.models.TSTPlus import TSTPlus\n"
-        "torch.save(TSTPlus(3, 5, 12).state_dict(), 'stock.pth')\n"
-        "model = TSTPlus(3, 5, 12, attention='quest')\n"
-        "warnings.simplefilter('ignore')\n"
-        "from tsai.models.utils import transfer_weights\n"
-        "transfer_weights(model, 'stock.pth', device='cpu')\n"
-        "print(model.attention_report)\n",
-        tmp_path,
-    )
-    log = [line for line in (tmp_path / "train.log").read_text().splitlines() if "quest_core" in line]
-    assert log[0] == f"INFO:quest_core:{printed.splitlines()[-1]}"
-    assert log[1].startswith("WARNING:quest_core:these weights were trained with standard attention")
-    assert len(log) == 2
-
-
 def test_without_the_key_nothing_changes(capsys):
     model = TSTPlus(3, 5, 12, **SIZES)
     assert not any(isinstance(m, Replacement) for m in model.modules())
@@ -413,25 +392,6 @@ def test_a_series_of_nothing_but_padding_gives_numbers():
 
 
 # --- keeping --------------------------------------------------------------------------------------------------------
-
-
-def test_an_exported_learner_loads_in_a_process_that_does_not_import_the_plugin(problem, tmp_path, fresh_python):
-    learn = classifier(problem, tmp_path, "quest")
-    train(learn, 1)
-    x, _, _ = problem
-    probabilities = learn.get_X_preds(x[:4].copy())[0]
-    learn.export("kept.pkl")
-    np.save(tmp_path / "x.npy", x[:4])
-    np.save(tmp_path / "wanted.npy", probabilities.numpy())
-    printed = fresh_python(
-        "import numpy as np\nfrom tsai.inference import load_learner\n"
-        "learn = load_learner('kept.pkl')\n"
-        "got = learn.get_X_preds(np.load('x.npy'))[0].numpy()\n"
-        "np.testing.assert_allclose(got, np.load('wanted.npy'), rtol=1e-4, atol=1e-6)\n"
-        "print(learn.model.attention_report)\n",
-        tmp_path,
-    )
-    assert "attention=quest in 2 modules" in printed
 
 
 def test_padding_in_fastai_tensors_is_padding_too():
