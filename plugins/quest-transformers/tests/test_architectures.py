@@ -18,7 +18,7 @@ import quest_core
 from quest_core.errors import CheckpointError, InjectionError, UnsupportedError
 from quest_transformers.layers import has_mechanism
 
-DRAWN = 8
+DRAWN = 3
 LARGEST = 2_000_000  # parameters
 IDS = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(0))
 MLA = {
