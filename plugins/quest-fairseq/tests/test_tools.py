@@ -63,11 +63,11 @@ def perplexity(log: str) -> float:
 
 
 def test_standard_trains_evaluates_and_generates_as_stock(tools: Tools, lm_data: Path, tmp_path: Path) -> None:
-    """50 seeded updates with dropout, to the printed digits; then the same hypotheses with the same scores."""
+    """16 seeded updates with dropout, to the printed digits; then the same hypotheses with the same scores."""
     drop = ["--dropout", "0.1", "--attention-dropout", "0.1"]
-    stock = tools.train(lm_data, *drop, "--save-dir", tmp_path / "stock", arch="transformer_lm", updates=50)
-    ours = tools.train(lm_data, *drop, "--save-dir", tmp_path / "ours", "--attention", "standard", updates=50)
-    assert len(losses(stock)) > 150
+    stock = tools.train(lm_data, *drop, "--save-dir", tmp_path / "stock", arch="transformer_lm", updates=16)
+    ours = tools.train(lm_data, *drop, "--save-dir", tmp_path / "ours", "--attention", "standard", updates=16)
+    assert len(losses(stock)) > 48
     assert losses(ours) == losses(stock)
     task = ["--task", "language_modeling", "--sample-break-mode", "eos", "--prefix-size", "2", "--max-len-b", "12"]
     found = [
@@ -101,7 +101,7 @@ def test_translation_trains_and_generates_as_stock(tools: Tools, mt_data: Path, 
 # --- every tool with other mechanisms -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("attention", ATTENTIONS[1:])
 def test_train_resume_evaluate_generate(attention: str, tools: Tools, lm_data: Path, tmp_path: Path) -> None:
     given = ["--attention", attention, "--save-dir", tmp_path]
     first = tools.train(lm_data, *given, updates=4)

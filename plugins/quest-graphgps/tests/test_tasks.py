@@ -298,7 +298,7 @@ def test_a_stopped_cell_continues_at_its_last_epoch(tmp_path) -> None:
 
 # --- stability/graph ------------------------------------------------------------------------------------------------
 
-RATES = {"graphs": 20, "epochs": 2, "layers": 1, "rates": 2, "lowest": 0.0005}
+RATES = {"graphs": 8, "epochs": 2, "layers": 1, "rates": 2, "lowest": 0.0005}
 
 
 def rates(tmp_path, attention="quest", **options) -> Cell:

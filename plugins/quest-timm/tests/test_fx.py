@@ -14,8 +14,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("attention", ["standard", "quest", "quest+sigmoid"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "attention"), zip(MODELS, ["quest", "quest+sigmoid", "standard"], strict=True))
 def test_a_model_is_traced(name, attention):
     model = timm.create_model(name, num_classes=3, **MODELS[name]).eval()
     quest_core.inject(model, attention)
