@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,9 @@ class Softmax(Normalizer):
     """
 
     causal = cross = cached = dropout = fused = rowwise = True
-    reads = ()
+    reads: ClassVar[tuple[str, ...]] = ()
+    attend: ClassVar[Callable[..., Tensor] | None] = None
+    """The method of a subclass that takes the place of `scaled_dot_product_attention`, with its arguments."""
 
     def forward(
         self,
@@ -72,7 +74,8 @@ class Softmax(Normalizer):
         batch, head, token, feature = q.stride()
         if feature == 1 and (batch < 2 or head < 2 or token < 2) and not q.is_contiguous():
             q = q.contiguous()  # its queries overlap; so would PyTorch's output
-        out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
+        attend = self.attend or F.scaled_dot_product_attention
+        out = attend(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
         return out if blind is None else out.masked_fill(blind.expand_as(out), 0)  # as `expand_mask`
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:

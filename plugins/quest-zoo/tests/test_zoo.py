@@ -38,8 +38,8 @@ def test_it_compiles_and_drops(name: str) -> None:
 
 @pytest.mark.parametrize("spec", WIDE)
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-def test_outputs_and_gradients_are_those_of_the_reference(spec: str, is_causal: bool, masked: bool) -> None:
+@pytest.mark.parametrize("kind", ["no mask", "additive", "boolean"])
+def test_outputs_and_gradients_are_those_of_the_reference(spec: str, is_causal: bool, kind: str) -> None:
     made = quest_core.Mechanism(spec, num_heads=4, head_dim=16).double()
     groups = made.dims.kv_heads
     q, k, v = (3 * torch.randn(2, heads, 70, 16, dtype=torch.float64) for heads in (4, groups, groups))
@@ -48,7 +48,9 @@ def test_outputs_and_gradients_are_those_of_the_reference(spec: str, is_causal: 
         with pytest.raises(quest_core.UnsupportedError, match="cannot be causal"):
             made(q, k, v, is_causal=True)
         return
-    how = {"is_causal": is_causal, "attn_mask": torch.randn(2, 1, 1, 70).double() if masked else None}
+    masks = {"additive": torch.randn(2, 1, 1, 70).double(), "boolean": torch.rand(2, 1, 70, 70) > 0.5}
+    masks["boolean"][:, :, 3] = False  # a query that sees no key
+    how = {"is_causal": is_causal, "attn_mask": masks.get(kind)}
     if made.config.needs_input:
         for parameter in made.parameters():
             torch.nn.init.normal_(parameter, std=0.2)
@@ -63,6 +65,20 @@ def test_outputs_and_gradients_are_those_of_the_reference(spec: str, is_causal: 
     upstream = torch.randn_like(out)
     got, truth = (torch.autograd.grad(y, inputs, upstream) for y in (out, want))
     torch.testing.assert_close(got, truth, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["softmax1", "sink", "sink+gqa(kv_heads=2)"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("lower", [False, True])
+def test_a_sink_on_a_cpu_is_no_further_key(name: str, masked: bool, lower: bool) -> None:
+    made = quest_core.Mechanism(name, num_heads=4, head_dim=16)
+    q, k, v = (torch.randn(2, heads, 9, 16) for heads in (4, made.dims.kv_heads, made.dims.kv_heads))
+    mask = torch.rand(2, 1, 9, 9) > 0.5 if masked else None
+    want = exact(made, q, k, v, attn_mask=mask, is_causal=True)[0]
+    with mock.patch("torch.nn.functional.pad", side_effect=AssertionError), torch.autocast("cpu", enabled=lower):
+        out = made(q, k, v, attn_mask=mask, is_causal=True)
+    assert out.dtype == (torch.bfloat16 if lower else torch.float32)
+    torch.testing.assert_close(out.float(), want.float(), atol=0.03 if lower else 1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -39,6 +40,14 @@ def _numbers(text: str) -> list[int]:
         raise ConfigError(f"--threads is {text!r}; write numbers, for example 1,2,4") from None
 
 
+def _shape(text: str) -> against_peers.Shape:
+    try:
+        batch, heads, n, dim = map(int, text.split(","))
+    except ValueError:
+        raise ConfigError(f"--shape is {text!r}; write B,H,N,D, for example 4,8,512,64") from None
+    return batch, heads, n, dim
+
+
 @app.command()
 def speed(
     context: typer.Context,
@@ -48,6 +57,10 @@ def speed(
         str | None, typer.Option(metavar="N,...", help="CPU threads; without it, 1,2,4 up to the number of cores.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=2, help="How often each contender takes its turn.")] = 31,
+    shape: Annotated[
+        list[str] | None, typer.Option(metavar="B,H,N,D", help="In place of the usual ones; may be repeated.")
+    ] = None,
+    padded: Annotated[bool, typer.Option("--padded", help="With padding, in place of the packed layout.")] = False,
     smoke: Annotated[bool, typer.Option("--smoke", help="Small sizes, one thread; the numbers mean nothing.")] = False,
 ) -> None:
     """Time attentions against their peers in PyTorch, in turns within one run.
@@ -60,6 +73,10 @@ def speed(
     """
     numbers = None if threads is None else _numbers(threads)
     plan = against_peers.Plan(attentions=tuple(parse_attentions(attention)), rounds=rounds)
+    if shape:
+        plan = replace(plan, shapes=tuple(map(_shape, shape)), linear_shape=None)
+    if padded:
+        plan = replace(plan, layouts=("contiguous", "padded"), linear_shape=None)
     if smoke:
         plan, numbers = plan.smoke(), numbers or [1]
     print(against_peers.run(plan, out, threads=numbers, command=typed(context)))

@@ -48,12 +48,12 @@ PEER = "scaled_dot_product_attention"
 FORMULA = "three-line quest"
 NAIVE = "naive linear"
 DIRECTIONS = ("forward", "forward+backward")
-LAYOUTS = ("contiguous", "packed")
+LAYOUTS = ("contiguous", "packed", "padded")
 
 
-def three_lines(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def three_lines(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
     """QUEST as a user would write it: [B, H, N, D] each -> [B, H, N, D]."""
-    return F.scaled_dot_product_attention(q, F.normalize(k, dim=-1), v, scale=1.0)
+    return F.scaled_dot_product_attention(q, F.normalize(k, dim=-1), v, attn_mask, scale=1.0)
 
 
 def naive_linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -70,26 +70,30 @@ class Plan:
     Attributes:
         attentions: names or specifications.
         shapes: (B, H, N, D) each.
-        linear_shape: where linear attention is compared with its naive formula.
+        linear_shape: where linear attention is compared with its naive formula, if anywhere.
+        layouts: of the inputs, some of `LAYOUTS`.
         rounds: how often each contender takes its turn, at least 2.
         slice_seconds: how long one turn lasts at least.
     """
 
     attentions: tuple[str, ...] = ("quest", "standard")
     shapes: tuple[Shape, ...] = SHAPES
-    linear_shape: Shape = LINEAR_SHAPE
+    linear_shape: Shape | None = LINEAR_SHAPE
+    layouts: tuple[str, ...] = LAYOUTS[:2]
     rounds: int = 31
     slice_seconds: float = 0.03
 
     def smoke(self) -> Plan:
         """The same at small sizes, for seconds; the numbers mean nothing."""
         shapes = tuple((max(1, b // 4), h, max(8, n // 8), d) for b, h, n, d in self.shapes)
-        return replace(self, shapes=shapes, linear_shape=(1, 8, 512, 64), rounds=2, slice_seconds=0.0)
+        linear = self.linear_shape and (1, 8, 512, 64)
+        return replace(self, shapes=shapes, linear_shape=linear, rounds=2, slice_seconds=0.0)
 
     def races(self) -> list[tuple[str, Shape, str]]:
         """Every (peer, shape, layout) to measure."""
-        pairs = [*((PEER, shape) for shape in self.shapes), (NAIVE, self.linear_shape)]
-        return [(*pair, layout) for pair, layout in itertools.product(pairs, LAYOUTS)]
+        pairs = [(PEER, shape) for shape in self.shapes]
+        pairs += [(NAIVE, self.linear_shape)] if self.linear_shape else []
+        return [(*pair, layout) for pair, layout in itertools.product(pairs, self.layouts)]
 
 
 @dataclass(frozen=True)
@@ -126,8 +130,8 @@ def fresh(layout: str, shape: Shape) -> Fresh:
     """Return a function that makes new inputs: (with gradients?) -> (leaves, [q, k, v], gradient of the output).
 
     Args:
-        layout: "contiguous": q, k and v [B, H, N, D] are leaves. "packed": they are views of one leaf [B, N, 3·H·D],
-            as a packed projection returns it.
+        layout: "contiguous" and "padded": q, k and v [B, H, N, D] are leaves. "packed": they are views of one leaf
+            [B, N, 3·H·D], as a packed projection returns it.
         shape: (B, H, N, D).
     """
     batch, heads, n, dim = shape
@@ -136,7 +140,7 @@ def fresh(layout: str, shape: Shape) -> Fresh:
     stored = torch.randn(3, batch, heads, n, dim)
 
     def make(backward: bool) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        if layout == "contiguous":
+        if layout != "packed":
             leaves = [x.clone().requires_grad_(backward) for x in stored]
             return leaves, leaves, gradient.clone().transpose(1, 2)
         leaf = stored.clone().view(batch, n, 3 * heads * dim).requires_grad_(backward)
@@ -146,7 +150,13 @@ def fresh(layout: str, shape: Shape) -> Fresh:
     return make
 
 
-def _time(attend: Attend, make: Fresh, backward: bool, repeats: int) -> float:
+def padding(shape: Shape) -> Tensor:
+    """Return a boolean mask [B, 1, 1, N] that hides the last quarter of the keys."""
+    batch, _, n, _ = shape
+    return (torch.arange(n) < n - n // 4).expand(batch, 1, 1, n).contiguous()
+
+
+def _time(attend: Attend, make: Fresh, backward: bool, repeats: int, **how: Tensor) -> float:
     """Seconds of one call with fresh tensors, the mean of `repeats` calls; making the tensors does not count."""
     parameters = list(attend.parameters()) if isinstance(attend, torch.nn.Module) else []
     total = 0.0
@@ -154,7 +164,7 @@ def _time(attend: Attend, make: Fresh, backward: bool, repeats: int) -> float:
         leaves, arguments, gradient = make(backward)
         started = time.perf_counter()
         with torch.set_grad_enabled(backward):
-            out = attend(*arguments)
+            out = attend(*arguments, **how)
         if backward:
             torch.autograd.grad(out, [*leaves, *parameters], gradient, allow_unused=True)
         total += time.perf_counter() - started
@@ -169,15 +179,16 @@ def measure(plan: Plan, threads: int) -> list[Timing]:
     for (peer, shape, layout), backward in itertools.product(plan.races(), (False, True)):
         print(f"{threads} threads: {shape} {layout} {DIRECTIONS[backward]}", file=sys.stderr, flush=True)
         make, racing = fresh(layout, shape), contenders(plan, peer, shape)
+        how = {"attn_mask": padding(shape)} if layout == "padded" else {}
         for attend in racing.values():
-            _time(attend, make, backward, 2)  # warm up
-        repeats = max(1, int(plan.slice_seconds / _time(racing[peer], make, backward, 2)))
+            _time(attend, make, backward, 2, **how)  # warm up
+        repeats = max(1, int(plan.slice_seconds / _time(racing[peer], make, backward, 2, **how)))
         times: dict[str, list[float]] = {name: [] for name in racing}
         turn = list(racing)
         for _ in range(plan.rounds):
             order.shuffle(turn)
             for name in turn:
-                times[name].append(_time(racing[name], make, backward, repeats))
+                times[name].append(_time(racing[name], make, backward, repeats, **how))
         pairs = [(peer, name) for name in racing] + [(FORMULA, "quest")] * ({FORMULA, "quest"} <= racing.keys())
         for base, name in pairs:
             ratios = [own / other for own, other in zip(times[name], times[base], strict=True)]
@@ -202,6 +213,8 @@ def markdown(rows: list[Timing]) -> str:
     lines = []
     for direction, peer in itertools.product(DIRECTIONS, (PEER, NAIVE)):
         own = [row for row in rows if row.peer == peer and row.direction == direction]
+        if not own:
+            continue
         names = list(dict.fromkeys(row.contender for row in own if row.contender != peer))
         lines += [
             *(f"### {direction}, against {peer}", ""),
@@ -246,8 +259,9 @@ def run(plan: Plan, out: Path | None, *, threads: list[int] | None, command: str
             f"Each cell is the time as a multiple of the peer's in the same round: the median of {plan.rounds} rounds "
             "and, in brackets, the middle half of them. Contenders take turns in shuffled order, and every call gets "
             "fresh tensors. Layout contiguous: q, k, v of shape [B, H, N, D]. Layout packed: views of one projection "
-            "[B, N, 3·H·D], to which the gradient flows. Freed memory stays with the process, as in a training process "
-            "with a large heap.",
+            "[B, N, 3·H·D], to which the gradient flows. Layout padded: as contiguous, with a boolean mask "
+            "[B, 1, 1, N] that hides the last quarter of the keys. Freed memory stays with the process, as in a "
+            "training process with a large heap.",
             markdown(rows),
         ],
         command=command,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quest_core import ConfigError, Normalizer, Option, Output, register
@@ -52,21 +53,20 @@ class Difference(Output):
 
 
 @register("diff-v1", source="Ye et al., 2024: arXiv 2410.05258, eq. 1 and 2", options=(SHARE,))
-class DifferentialSoftmax(Normalizer):
+class DifferentialSoftmax(Softmax):
     """softmax(l_2h) − λ softmax(l_2h+1), λ = exp(a·b) − exp(c·d) + λ₀.
 
     Both heads of a pair get these weights, so their values act as one of twice the size. With `pair-norm` it is the
     paper's attention. a, b, c and d are learnable vectors of D features for all heads.
     """
 
-    causal = cross = cached = dropout = learnable = rowwise = True
+    fused, learnable = False, True
     reads = ("tokens", "unseen", "group", "heads")
-    complexity = Softmax.complexity
 
     def __init__(self, dims: Dims, *, share: float) -> None:
         super().__init__(dims)
         refuse_odd(self.name, dims.num_heads)
-        self.softmax, self.start = Softmax(dims), share
+        self.start = share
         self.vectors = nn.Parameter(0.1 * torch.randn(4, dims.head_dim))
 
     def share(self) -> Tensor:
@@ -74,24 +74,21 @@ class DifferentialSoftmax(Normalizer):
         a, b, c, d = local(self.vectors)
         return (a * b).sum().exp() - (c * d).sum().exp() + self.start
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, **how: Any) -> Any:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, **how: Any
+    ) -> Tensor:
         own_masks = mask is not None and mask.dim() == 4 and mask.shape[1] > 1  # which may differ within a pair
-        if (
-            own_masks
-            or how["dropout_p"]
-            or how["grouped"]
-            or how.keys() - {"scale", "is_causal", "dropout_p", "grouped"}
-        ):
-            return super().forward(q, k, v, mask=mask, **how)
-        how["mask"] = mask
-        pairs = v.unflatten(1, (-1, 2))
-        own = self.softmax(q, k, v, **how).unflatten(1, (-1, 2))  # each head with its values
-        other = self.softmax(q, k, pairs.flip(2).flatten(1, 2), **how).unflatten(1, (-1, 2))  # and with its partner's
-        first, second = torch.stack([own[:, :, 0], other[:, :, 0]], 2), torch.stack([other[:, :, 1], own[:, :, 1]], 2)
-        return (first - self.share().to(first.dtype) * second).flatten(1, 2)
+        if own_masks or dropout_p or how["enable_gqa"]:
+            plain: Any = {"scale": how["scale"], "dropout_p": dropout_p, "grouped": how["enable_gqa"]}
+            return Normalizer.forward(self, q, k, v, mask=mask, is_causal=is_causal, **plain)
+        values = v.unflatten(1, (-1, 2)).transpose(2, 3).flatten(3).repeat_interleave(2, 1)  # [B, H, M, 2D], of a pair
+        q, k = (F.pad(x, (0, max(0, 2 * v.shape[3] - x.shape[3]))) for x in (q, k))  # as many, for kernels of the CPU
+        pairs = F.scaled_dot_product_attention(q, k, values, mask, 0.0, is_causal, **how).unflatten(1, (-1, 2))
+        out = pairs[:, :, 0] - self.share().to(q.dtype) * pairs[:, :, 1]  # [B, H/2, N, 2D]
+        return out.unflatten(3, (2, -1)).transpose(2, 3).flatten(1, 2)
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
-        pairs = self.softmax.weights(logits, mask).unflatten(1, (-1, 2))
+        pairs = super().weights(logits, mask).unflatten(1, (-1, 2))
         found = (pairs[:, :, 0] - self.share().to(logits.dtype) * pairs[:, :, 1]).repeat_interleave(2, 1)
         return found if mask is None else found.masked_fill(~visible(mask), 0)
 

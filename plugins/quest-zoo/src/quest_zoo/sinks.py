@@ -8,59 +8,56 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quest_core import Normalizer, Option, register
+from quest_core import Option, register
 from quest_core.mechanisms import Dims, local, naive
 from quest_core.mechanisms.normalizers import Softmax
 
 from .sink_kernel import attend_with_sink
 
 
+def wider_mask(mask: Tensor, keys: int) -> Tensor:
+    """Return a mask of `keys` keys with one more key before them, which every query sees."""
+    return F.pad(mask.expand(*mask.shape[:-1], keys), (1, 0), value=mask.dtype == torch.bool)
+
+
 @register("softmax1", source="Miller, 2023: Attention Is Off By One")
-class Softmax1(Normalizer):
+class Softmax1(Softmax):
     """exp(l) / (1 + Σ exp(l)).
 
     Through the fused kernel it is a softmax with one more key, a zero vector whose value is zero; on a CPU, a factor on
     the output where that is possible.
     """
 
-    causal = cross = cached = dropout = True
+    fused = False
     reads = ("tokens",)
-    complexity = Softmax.complexity
     features = 0  # further features that queries and keys need
 
-    def __init__(self, dims: Dims | None) -> None:
-        super().__init__(dims)
-        self.softmax = Softmax(dims)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, **how: Any) -> Any:
-        if how.keys() - {"is_causal", "dropout_p", "grouped"}:
-            return super().forward(q, k, v, scale=scale, mask=mask, **how)
-        if mask is None and not how["dropout_p"] and not how["grouped"]:
-            out = attend_with_sink(q, k, v, self.sink(), how["is_causal"], scale)
-            if out is not None:
-                return out
-        width, square = v.shape[-1], q.shape[2] == k.shape[2]
-        if mask is not None:
-            mask = F.pad(mask.expand(*mask.shape[:-1], k.shape[2]), (1, 0), value=mask.dtype == torch.bool)
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, **how: Any
+    ) -> Tensor:
+        out = None if dropout_p else attend_with_sink(q, k, v, self.sink(), mask, is_causal, **how)
+        if out is not None:
+            return out
+        width = v.shape[-1]
+        mask = mask if mask is None else wider_mask(mask, k.shape[2])
         k, v = (F.pad(x, (0, self.features, 1, 0)) for x in (k, v))  # kernels of the CPU want as many features in v
-        q, k = self.extend(q, k, scale)
-        if how["is_causal"] and square and mask is None:  # one more query keeps the kernel's own causal mask
-            return self.softmax(F.pad(q, (0, 0, 1, 0)), k, v, scale=scale, mask=mask, **how)[:, :, 1:, :width]
-        return self.softmax(q, k, v, scale=scale, mask=mask, **how)[..., :width]
-
-    def extend(self, q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Return q and k, whose first key and last `features` are 0, such that this key has the sink's logit."""
-        return q, k
+        q, k = self.extend(q, k, how["scale"])
+        q = F.pad(q, (0, 0, 1, 0)) if is_causal else q  # one more query keeps the kernel's own causal mask
+        out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, **how)
+        return out[:, :, int(is_causal) :, :width]
 
     def sink(self) -> Tensor:
         """Return the sink's logit, [H, 1, 1] or less."""
         return torch.zeros(())
 
+    def extend(self, q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Return q and k, whose first key and last `features` are 0, such that this key has the sink's logit."""
+        return q, k
+
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
-        sink = self.sink().to(logits).expand(*logits.shape[:-1], 1)
-        if mask is not None:
-            mask = F.pad(mask.expand(*mask.shape[:-1], logits.shape[-1]), (1, 0), value=mask.dtype == torch.bool)
-        return self.softmax.weights(torch.cat([sink, logits], -1), mask)[..., 1:]
+        wide = torch.cat([self.sink().to(logits).expand(*logits.shape[:-1], 1), logits], -1)
+        mask = mask if mask is None else wider_mask(mask, logits.shape[-1])
+        return super().weights(wide, mask)[..., 1:]
 
     def reference(self, logits: Tensor, seen: Tensor) -> Tensor:
         wide = torch.cat([logits, self.sink().to(logits).expand(*logits.shape[:-1], 1)], -1)
