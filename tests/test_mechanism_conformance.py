@@ -30,11 +30,7 @@ def test_every_mechanism_of_quest_core_passes(name: str) -> None:
 @pytest.mark.parametrize(
     "attention",
     [
-        "quest+gqa(kv_heads=2)",
         "qknorm+sigmoid+mqa",
-        "sigmoid(bias=-1)",
-        "sinkhorn(iterations=1)",
-        "elliptical+kdgqa(kv_heads=2)",
         "aft-full(rank=null, max_length=32)",
         {"name": "standard", "scale": 0.5},
         quest_core.Mechanism("linear"),

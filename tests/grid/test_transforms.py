@@ -14,11 +14,11 @@ from .cases import BY_NAME, SUBJECTS, Cell, Subject
 from .outcomes import COMPILERS, committed, recorded, run_all
 from .transforms import SLOW, TRANSFORMS
 
-COVERED = ("compile, any length", "export")
-"""Of the transforms that take seconds per subject, those that the short tier runs with every mechanism."""
+COVERED = ("compile, any length", "jit.trace", "FakeTensorMode", "func.vmap")
+"""Of the transforms that take long, those that the short tier runs with every mechanism, once."""
 SAMPLED = (*(name for name in COMPILERS if name not in COVERED), "make_fx", "make_fx, any length")
 """The others, which the short tier runs with `quest` and with subjects that the seed of the run draws."""
-DRAWN = {name: 1 for name in COVERED} | {name: 5 for name in SAMPLED}
+DRAWN = {name: 1 for name in COVERED} | {name: 3 for name in SAMPLED}
 
 
 def covering() -> list[Subject]:
