@@ -38,7 +38,7 @@ KEYS = ("attention", "attention_from", "allow_partial")
 KEY_NORM = re.compile(r"q?k_?(layer_?)?norm|key_?(layer_?)?norm|norm_?(k|key)|ln_k|k_ln", re.IGNORECASE)
 """Names of the modules by which hosts normalize keys."""
 NARROW = 4
-"""Features of a head up to which unit keys were worse than standard attention."""
+"""Features of a head up to which unit keys were worse than standard attention on text."""
 WIDTHS = "https://quest-attention.github.io/quest/results/widths/"
 GUIDE = "https://quest-attention.github.io/quest/writing-an-adapter/"
 
@@ -434,7 +434,7 @@ def _narrow(site: Site) -> str:
     """Return what was measured of unit keys in narrow heads; "" for heads of usual width."""
     if site.head_dim > NARROW:
         return ""
-    return f"heads have {site.head_dim} features, and with 4 unit keys were worse than standard attention ({WIDTHS})"
+    return f"heads have {site.head_dim} features; with 4, unit keys were worse than standard on text ({WIDTHS})"
 
 
 def _query_norms(parts: list[Projected]) -> tuple[float, ...]:
