@@ -1,4 +1,4 @@
-"""A hook that writes measurements of attention to Pointcept's log and its TensorBoard or W&B writer."""
+"""A hook that writes measurements of attention to Pointcept's log, TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def install(patches: Patches) -> None:
 
 def register() -> None:
     """Register the hook WatchAttention, a subclass of Pointcept's HookBase."""
+    import wandb
     from pointcept.engines.hooks.builder import HOOKS
     from pointcept.engines.hooks.default import HookBase
 
@@ -25,8 +26,8 @@ def register() -> None:
 
         >>> hooks = [dict(type="WatchAttention", every=100), dict(type="CheckpointLoader"), ...]
 
-        The log gets a line with the largest logit and the mean entropy over all layers and heads; the writer gets every
-        layer too.
+        The log gets a line with the largest logit and the mean entropy over all layers and heads; TensorBoard, and W&B
+        with `enable_wandb`, get every layer too.
 
         Args:
             every, clip: as for :class:`quest_core.Watch`.
@@ -43,12 +44,18 @@ def register() -> None:
 
         def after_step(self) -> None:
             assert self.watch is not None  # the trainer begins first
-            values, step = self.watch.step(), self.watch.steps
-            if values:
-                totals = {name: values.get(f"attention/{name}", math.nan) for name in ("max_logit", "entropy")}
-                self.trainer.logger.info(f"Step {step} " + " ".join(f"{name}: {totals[name]:.4g}" for name in totals))
-            for key, value in values.items() if self.trainer.writer is not None else ():
-                self.trainer.writer.add_scalar(key, value, step)
+            trainer, values = self.trainer, self.watch.step()
+            if not values:
+                return
+            step = trainer.epoch * len(trainer.train_loader) + trainer.comm_info["iter"] + 1  # of its own values
+            totals = {name: values.get(f"attention/{name}", math.nan) for name in ("max_logit", "entropy")}
+            trainer.logger.info(f"Step {step} " + " ".join(f"{name}: {totals[name]:.4g}" for name in totals))
+            if trainer.writer is None:  # not the first process
+                return
+            for key, value in values.items():
+                trainer.writer.add_scalar(key, value, step)
+            if trainer.cfg.enable_wandb:
+                wandb.log({"Iter": step, **values}, step=step)
 
         def after_train(self) -> None:
             if self.watch is not None:
