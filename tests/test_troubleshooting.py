@@ -89,7 +89,7 @@ def without_numpy() -> None:
 
 # The framework's own messages: a test of its plugin produces each.
 PRODUCED_BY_PLUGINS = {
-    "operator torchvision::nms does not exist": ("tsai", "timm", "mmseg"),
+    "operator torchvision::nms does not exist": ("timm", "mmseg"),
     "No module named 'mmcv._ext'": ("mmseg",),
     "No module named 'pkg_resources'": ("mmseg",),
 }
