@@ -35,7 +35,7 @@ def test_masks(subject: Subject) -> None:
         for is_causal in (False, True) if subject.causal else (False,):
             for cross in (False, True) if subject.cross else (False,):
                 layout = ("contiguous", "packed", "chunk", "transposed", "one head")[(i + is_causal) % 5]
-                for dtype in (DTYPES[0], DTYPES[1 + i % 3]):
+                for dtype in (DTYPES[0], DTYPES[1 + (i + is_causal + cross) % 3]):
                     cell = Cell(subject, layout, dtype, mask, is_causal, cross)
                     cells += 1
                     try:
