@@ -6,12 +6,16 @@
 - A test that works for more than LIMIT_S without the mark `slow` is named at the end. The time is that of the
   processor, of the test and of the processes that it waited for, which a busy machine changes less than the clock.
   With ``QUEST_TIMED=2`` it fails the run if it works for more than twice LIMIT_S.
+- The mark ``drawn(n)`` on a parametrized test chooses n of its cases by the seed of the run, QUEST_TEST_SEED; the
+  others are marked `slow`.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import random
+from collections import defaultdict
 from collections.abc import Generator
 from typing import TypeVar
 
@@ -30,6 +34,21 @@ Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[OVER] = {}
     config.pluginmanager.register(_Collector(config.stash[OVER]))
+    config.addinivalue_line("markers", "drawn(n): only n cases, which the seed of the run chooses, are not slow")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` is applied
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("drawn"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for name, own in cases.items():
+        count = own[0].get_closest_marker("drawn").args[0]  # type: ignore[union-attr]
+        chosen = random.Random(f"{os.environ.get('QUEST_TEST_SEED')} {name}").sample(own, min(count, len(own)))
+        for item in own:
+            if item not in chosen:
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

@@ -248,6 +248,7 @@ def test_a_huge_future_key_changes_nothing_in_the_past(spec: str, dtype: torch.d
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("spread", [0.1, 200.0])
 @pytest.mark.parametrize("spec", ["aft-simple", "aft-local", "aft-full", "aft-conv(dims=1, window=5)"])
+@pytest.mark.drawn(3)
 def test_no_intermediate_grows_faster_than_the_sequence(
     spec: str, spread: float, is_causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -308,6 +308,7 @@ def test_wrong_rows_lengths_and_missing_steps_are_refused() -> None:
 
 
 @pytest.mark.parametrize("attention", ["quest", "linear", "aft-simple", "aft-local(max_length=40)"])
+@pytest.mark.drawn(1)
 def test_compiled_steps_equal_eager_ones(attention: str) -> None:
     model = Stack(attention)
     x = torch.randn(2, 12, 16, dtype=torch.float64)

@@ -109,6 +109,7 @@ FAMILIES = [(name,) for name in SPECIFIED["family"]]
 
 
 @pytest.mark.parametrize("names", [*COMBINATIONS, *FAMILIES], ids="+".join)
+@pytest.mark.drawn(50)
 def test_every_option_does_what_it_is_written_for(names: tuple[str, ...]) -> None:
     options = {option.name: option for part in PARTS if part.name in names for option in part.options}
     spec: dict[str, Any] = {"name": "+".join(names)}

@@ -22,6 +22,7 @@ from quest_core.testing import CHECKS, MechanismError, check_mechanism
 
 
 @pytest.mark.parametrize("name", list(mechanisms()))
+@pytest.mark.drawn(12)
 def test_every_mechanism_of_quest_core_passes(name: str) -> None:
     """tests/grid compiles and exports them."""
     check_mechanism(mechanisms()[name], checks=[check for check in CHECKS if check != "compiles"])

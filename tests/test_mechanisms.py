@@ -103,6 +103,7 @@ CALLS: dict[str, tuple[quest_core.AttentionSpec, quest_core.AttentionSpec]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
+@pytest.mark.drawn(1)
 def test_the_function_compiles_without_a_graph_break_and_exports(call: str) -> None:
     q, k, v = (x.float().requires_grad_() for x in tensors(2, 4, 4, 6, 6, 8))
     first, second = CALLS[call]

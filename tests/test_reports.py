@@ -127,6 +127,7 @@ def test_onnx_keeps_every_axis_dynamic_where_weights_are_asked_for(attention: st
 
 @pytest.mark.parametrize("attention", ["standard", "quest", "qknorm-hs", "quest+sigmoid"])
 @pytest.mark.parametrize("kind", ["multihead", "encoder", "layer", "call"])
+@pytest.mark.drawn(4)
 def test_a_batch_whose_size_only_the_run_knows_is_exported(kind: str, attention: str) -> None:
     """pytorch#180202: torch.export asked whether there is one sample, or none."""
 
@@ -198,6 +199,7 @@ def broadcasting(full: torch.Size) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("attention", ["standard", "quest", "quest+sigmoid"])
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.drawn(22)
 def test_a_routed_call_takes_the_shapes_of_stock(attention: str, name: str) -> None:
     """With masks of every shape that broadcasts: pytorch#120810, #178207, onnxscript#2558."""
     q, k, v = (torch.randn(shape) for shape in (*SHAPES[name], SHAPES[name][1])[:3])
@@ -277,6 +279,7 @@ def test_a_site_without_parameters_follows_the_model(dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("attention", ["standard", "quest", "qknorm-hs", "quest+sigmoid", "linear", "aft-simple"])
 @pytest.mark.parametrize("kind", ["multihead", "layer", "call"])
+@pytest.mark.drawn(6)
 def test_torch_fx_traces_a_model(kind: str, attention: str) -> None:
     """Feature extraction of torchvision traces models symbolically; a mechanism is a leaf of the graph."""
 
@@ -306,6 +309,7 @@ HELPERS = {
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("attention", ["qknorm-hs", "qknorm", "quest", "quest+sigmoid"])
 @pytest.mark.parametrize("helper", HELPERS)
+@pytest.mark.drawn(5)
 def test_a_helper_that_is_compiled_gives_what_it_gives_uncompiled(helper: str, attention: str, backend: str) -> None:
     """The mode of a site went through its own call again inside of a compiled helper, whose graph calls functions."""
 

@@ -263,6 +263,7 @@ def test_parametrized_weights_are_refused_and_hooks_kept() -> None:
 
 
 @pytest.mark.parametrize("mask", ["key_padding_mask", "attn_mask", "a mask a head"])
+@pytest.mark.drawn(1)
 def test_one_graph_serves_all_lengths_with_masks(mask: str) -> None:
     layer, graphs = MultiheadAttention(12, 4, attention="quest", batch_first=True), []
     torch._dynamo.reset()

@@ -723,6 +723,7 @@ WATCHED: dict[str, tuple[bool, Callable[..., Tensor | float]]] = {
 
 @pytest.mark.parametrize("attention", ["standard", "quest", "quest+sigmoid"])
 @pytest.mark.parametrize("name", WATCHED)
+@pytest.mark.drawn(12)
 def test_a_monitor_sees_the_logits_of_the_host(name: str, attention: str) -> None:
     heads, bias = WATCHED[name]
     model, x = make(RIGHT[name][0])
