@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from devtools.cells import run_committed
+from quest_bench.cli import exit_code
 from quest_bench.groups import read_groups
-from quest_research.speed.__main__ import app_main
+from quest_research.speed.__main__ import NAME, app
 from quest_research.suites import images
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -37,15 +38,13 @@ def test_every_committed_suite_runs(data: Path, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["speed", "scaling"])
-def test_every_committed_measurement_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_committed_measurement_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = "\n".join(path.read_text() for path in RESULTS.rglob("*.md") if "zoo" not in path.parts)  # not installed
-    commands = re.findall(f"`python -m quest_research.speed ({name} [^`]*)`", text)
+    commands = re.findall(f"`{NAME} ([^`]*)`", text)
     assert commands
     for command in commands:
-        assert app_main([*shlex.split(command), "--smoke"]) == 0, command
+        assert exit_code(app, [*shlex.split(command), "--smoke"], NAME) == 0, command
 
 
 def test_reports_name_no_script_of_a_plugin() -> None:

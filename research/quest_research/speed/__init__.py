@@ -1,1 +1,1 @@
-"""Microbenchmarks of attention: time, scaling with the length, decoding, and a table for GPUs."""
+"""Microbenchmarks of attention: the time of a call on a CPU and on a GPU."""

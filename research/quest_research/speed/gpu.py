@@ -24,8 +24,6 @@ from quest_core.mechanism import count_kv_heads
 from quest_suites.contract import Cell, Progress, Result
 from quest_suites.timing import peak_mib
 
-from .common import shortened
-
 BACK_ENDS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
 ON_CPU = ("flash", "math")
 MATH_UNTIL = 2048  # tokens; it keeps all weights
@@ -65,7 +63,8 @@ def run(cell: Cell, progress: Progress) -> Result:
     length = min(length, SMOKE_LENGTH) if cell.smoke else length
     place: dict[str, Any] = {"device": "cuda", "dtype": getattr(torch, options["dtype"])} if cuda else {}
     config = quest_core.AttentionConfig.parse(cell.attention)
-    config = shortened(config, length)
+    if config.option("max_length") is not None:  # a table of positions
+        config = quest_core.AttentionConfig.parse({**config.to_dict(), "max_length": length})
     groups = count_kv_heads(config, heads)
     batch = max(1, options["tokens"] // length)
     torch.manual_seed(cell.seed)

@@ -7,13 +7,18 @@ of threads is measured in a process of its own, because thread pools keep the fi
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import itertools
+import json
+import math
 import multiprocessing
+import os
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,10 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import quest_core
-from quest_bench.worker import cores
+from quest_bench.store import commit
+from quest_bench.worker import cores, machine, write_text
 from quest_core.errors import ConfigError
-
-from .common import check_calls, instruction_set, measurement, start
 
 Attend = Callable[..., Tensor]
 Shape = tuple[int, int, int, int]
@@ -198,6 +202,19 @@ def measure(plan: Plan, threads: int) -> list[Timing]:
     return rows
 
 
+def start(threads: int) -> None:
+    """Set the threads of a measuring process, and let glibc keep freed memory.
+
+    Without it a process that holds little else gives every freed tensor back to the system and faults it in again,
+    page by page, at the next call: up to 600 faults for one tensor of 1 MB, more than the attention itself takes.
+    A training process, whose heap is large, does not do that. Without glibc, only the threads are set.
+    """
+    torch.set_num_threads(threads)
+    with contextlib.suppress(OSError, AttributeError):
+        for threshold in (-1, -3):  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
+            ctypes.CDLL(None).mallopt(threshold, 2**30)
+
+
 def measure_apart(plan: Plan, threads: int) -> list[Timing]:
     """`measure` in a new process that has `threads` threads from its start; raises what an attention raises there."""
     context = multiprocessing.get_context("spawn")
@@ -230,8 +247,22 @@ def markdown(rows: list[Timing]) -> str:
     return "\n".join(lines)
 
 
+def check_calls(attentions: Iterable[str]) -> None:
+    """Raise ConfigError for an attention that cannot be called on its own with q, k and v of one shape."""
+    for config in map(quest_core.AttentionConfig.parse, attentions):
+        for part in config.components:
+            why = "reads what the attention layer before it left behind" if part.chained else ""
+            if part.reshapes or part.key_features is not None:
+                why = "takes keys of another shape than the queries"
+            if why:
+                raise ConfigError(
+                    f"attention '{config}': each call is of one layer with q, k and v of one shape, and '{part.name}' "
+                    f"{why}; leave it out of --attention"
+                )
+
+
 def check_threads(given: list[int] | None) -> list[int]:
-    """The numbers of threads to measure; without any, those of 1, 2 and 4 that this machine has cores for.
+    """Return the numbers of threads to measure; without any, those of 1, 2 and 4 that this machine has cores for.
 
     Raises:
         ConfigError: a number is below 1 or above the number of cores.
@@ -243,31 +274,41 @@ def check_threads(given: list[int] | None) -> list[int]:
     return given or [threads for threads in (1, 2, 4) if threads <= here]
 
 
+def instruction_set() -> str:
+    """Return the instruction set that PyTorch uses on this processor."""
+    forced = os.environ.get("ATEN_CPU_CAPABILITY")
+    return torch.backends.cpu.get_cpu_capability() + (f" (ATEN_CPU_CAPABILITY={forced})" if forced else "")
+
+
 def run(plan: Plan, out: Path | None, *, threads: list[int] | None, command: str) -> str:
     """Measure, write ``speed.md`` and ``speed.json`` into `out` and return the report.
 
     Raises:
         ConfigError: an attention that `check_calls` excludes, or a number of threads that this machine does not have.
     """
-    check_calls(plan.attentions, "speed")
+    check_calls(plan.attentions)
     numbers, started = check_threads(threads), time.monotonic()
     rows = [row for number in numbers for row in measure_apart(plan, number)]
     rows.sort(key=lambda row: [*plan.shapes, plan.linear_shape].index(row.shape))
-    return measurement(
-        "Speed of attention",
-        [
-            f"Each cell is the time as a multiple of the peer's in the same round: the median of {plan.rounds} rounds "
-            "and, in brackets, the middle half of them. Contenders take turns in shuffled order, and every call gets "
-            "fresh tensors. Layout contiguous: q, k, v of shape [B, H, N, D]. Layout packed: views of one projection "
-            "[B, N, 3·H·D], to which the gradient flows. Layout padded: as contiguous, with a boolean mask "
-            "[B, 1, 1, N] that hides the last quarter of the keys. Freed memory stays with the process, as in a "
-            "training process with a large heap.",
-            markdown(rows),
-        ],
-        command=command,
-        started=started,
-        place=f"{instruction_set()}, torch {torch.__version__}, float32",
-        out=out,
-        name="speed",
-        content={"instruction_set": instruction_set(), "rows": list(map(asdict, rows))},
-    )
+    here, found, seconds = machine(), commit(), math.ceil(time.monotonic() - started)
+    facts = ", ".join(f"{key} {value}" for key, value in here.items())
+    text = f"""# Speed of attention
+
+Command: `{command}` ({seconds} s), commit {found or "unknown"}.
+
+Machine: {facts}; {instruction_set()}, torch {torch.__version__}, float32.
+
+Each cell is the time as a multiple of the peer's in the same round: the median of {plan.rounds} rounds and, in \
+brackets, the middle half of them. Contenders take turns in shuffled order, and every call gets fresh tensors. \
+Layout contiguous: q, k, v of shape [B, H, N, D]. Layout packed: views of one projection [B, N, 3·H·D], to which the \
+gradient flows. Layout padded: as contiguous, with a boolean mask [B, 1, 1, N] that hides the last quarter of the \
+keys. Freed memory stays with the process, as in a training process with a large heap.
+
+{markdown(rows)}"""
+    if out is not None:
+        record = {"command": command, "seconds": seconds, "commit": found, "machine": here, "torch": torch.__version__}
+        record |= {"instruction_set": instruction_set(), "rows": list(map(asdict, rows))}
+        out.mkdir(parents=True, exist_ok=True)
+        write_text(out / "speed.md", text)
+        write_text(out / "speed.json", json.dumps(record, indent=1))
+    return text
