@@ -1,17 +1,12 @@
-"""Where QUEST starts in the models that people train: norms of queries and keys, and the first logits.
+"""Where QUEST starts in the models that people train: the first logits.
 
-    python research/scripts/norms.py rows.jsonl --measure     # the frameworks of this environment; repeat in each one
-    python research/scripts/norms.py rows.jsonl --table          # one Markdown table of all of them
-    python research/scripts/norms.py rows.jsonl --figure start.png
+    python research/scripts/first_logits.py rows.jsonl --measure    # in the environment of each framework
+    python research/scripts/first_logits.py rows.jsonl --figure start.png
 
-The models are those of the frameworks with their own sizes and initialization, freshly built.
-
-Norms need no data. For inputs of independent features with mean 0 and variance 1, as a LayerNorm makes them, E‖q‖² is
-the squared Frobenius norm of a head's rows plus that of its bias.
-
-Logits are measured in the first forward pass of each model with each attention, in training mode, on the data that each
-function below names: the standard deviation of a query's logits over the keys that it sees, and how far the entropy of
-its weights lies below log N, which is that of N equal weights. Both are averaged over queries and heads of a layer.
+The models are those of the frameworks with their own sizes and initialization, freshly built. Logits are measured in
+the first forward pass of each model with each attention, in training mode, on the data that each function below names:
+the standard deviation of a query's logits over the keys that it sees, and how far the entropy of its weights lies below
+log N, which is that of N equal weights. Both are averaged over queries and heads of a layer.
 """
 
 from __future__ import annotations
@@ -32,8 +27,6 @@ from torch import Tensor, nn
 
 import quest_core
 from quest_core.errors import UnsupportedError
-from quest_core.hosts.plugins import adapter
-from quest_core.hosts.torch import TorchAdapter
 from quest_core.mechanism import Mechanism
 from quest_core.ops import logits
 
@@ -211,21 +204,9 @@ MODELS: dict[str, tuple[str, Models]] = {  # framework -> plugin that knows its 
 
 
 def measure(framework: str) -> Iterator[dict[str, Any]]:
-    """One row for each model of a framework: norms over all layers and heads, and the first logits of every layer."""
+    """One row for each model of a framework, with the first logits of every layer."""
     for host in MODELS[framework][1]():
-        row: dict[str, Any] = {"host": framework, "model": host.name}
-        model, report = quest_core.inject(copy.deepcopy(host.model), "quest", fresh=True, allow_partial=True)
-        owners = [TorchAdapter() if r.adapter == "torch" else adapter(r.adapter) for r in report.replacements]
-        modules = [model.get_submodule(r.path) for r in report.replacements]
-        parts = [part for owner, module in zip(owners, modules, strict=True) for part in owner.projected(module)]
-        if parts:
-            q, k = (torch.cat([p.projections.norms(p, p.head_sizes, role) for p in parts]) for role in "qk")
-            dims = sorted({part.head_sizes.head_dim for part in parts})
-            row |= {"layers": len(parts), "head_dim": dims, "k": k.mean().item()}
-            row |= {"q": [q.min().item(), q.mean().item(), q.max().item()]}
-        else:
-            print(f"{host.name}: its projections are not described, as those of Conv1D are not", file=sys.stderr)
-        row["logits"] = {}
+        row: dict[str, Any] = {"host": framework, "model": host.name, "logits": {}}
         for spec in SPECS:
             try:
                 model, _ = quest_core.inject(copy.deepcopy(host.model), spec, fresh=True, allow_partial=True)
@@ -276,25 +257,6 @@ def spread_and_gap(z: Tensor, visible: Tensor) -> tuple[float, float]:
     return variance[counted].mean().sqrt().item(), gap[counted].mean().item()
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown: norms, and the measured spread of the first logits, a mean over the layers."""
-    lines = [
-        f"| host | model | layers | D | ‖q‖ smallest, mean, largest | ‖k‖ | {' | '.join(SPECS)} |",
-        "|" + "---|" * (6 + len(SPECS)),
-    ]
-    for row in rows:
-        if "q" not in row:
-            continue
-        low, mean, high = row["q"]
-        spreads = [row["logits"].get(spec) for spec in SPECS]
-        numbers = " | ".join(f"{sum(s for s, _ in one) / len(one):.2g}" if one else "–" for one in spreads)
-        lines.append(
-            f"| {row['host']} | {row['model']} | {row['layers']} | {', '.join(map(str, row['head_dim']))} "
-            f"| {low:.2f}, {mean:.2f}, {high:.2f} | {row['k']:.2f} | {numbers} |"
-        )
-    return "\n".join(lines)
-
-
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw spread and missing entropy of every model: a dot is the mean of its layers, a line their range."""
     import matplotlib
@@ -329,7 +291,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, metavar="JSONL", help="one row for each model; the last one counts")
     parser.add_argument("--measure", action="store_true", help="append the models of this environment")
-    parser.add_argument("--table", action="store_true", help="print a Markdown table")
     parser.add_argument("--figure", type=Path, metavar="PNG", help="draw the first logits")
     arguments = parser.parse_args()
     if arguments.measure:
@@ -341,7 +302,5 @@ if __name__ == "__main__":
                         print(json.dumps(row), file=file)
     found = [json.loads(line) for line in arguments.file.read_text().splitlines()]
     rows = list({(row["host"], row["model"]): row for row in found}.values())
-    if arguments.table:
-        print(table(rows))
     if arguments.figure:
         draw(rows, arguments.figure)
