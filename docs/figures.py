@@ -16,8 +16,7 @@ import matplotlib
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import quest_core
 
@@ -41,69 +40,6 @@ def weight_of_a_growing_key(name: str, norms: Tensor) -> list[float]:
         grown[..., 0, :] *= norm
         shares.append(quest_core.attention(query, grown, values, name)[0, 0, 0, 0].item())
     return shares
-
-
-WIDTH, HEADS = 32, 4
-
-
-def keys_of(norm: float) -> tuple[nn.Module, nn.Parameter]:
-    """A layer whose keys start with an expected norm, the same otherwise, and the weight of its key projection."""
-    torch.manual_seed(0)
-    layer = quest_core.Attention(WIDTH, HEADS, f"quest(key_init={norm})", bias=False, dtype=torch.float64)
-    return layer, layer.k_proj.weight
-
-
-def turned(before: Tensor, after: Tensor, x: Tensor) -> float:
-    """The mean angle, in degrees, between the keys x·Wᵀ of two weights [E, E] of a key projection; x [B, N, E]."""
-    keys = [F.linear(x, weight.detach()).unflatten(-1, (HEADS, -1)) for weight in (before, after)]
-    return torch.rad2deg(F.cosine_similarity(*keys, dim=-1).clamp(max=1).acos()).mean().item()
-
-
-def angle_of_a_step(optimizer: type[torch.optim.Optimizer], lr: float, norm: float) -> float:
-    """How far the first step of an optimizer turns keys that start with a norm."""
-    layer, weight = keys_of(norm)
-    x = torch.randn(8, 10, WIDTH, dtype=torch.float64)
-    layer(x).square().sum().backward()
-    before = weight.detach().clone()
-    optimizer([weight], lr=lr).step()  # type: ignore[call-arg]
-    return turned(before, weight, x)
-
-
-def angles_of_training(norm: float, steps: int) -> list[float]:
-    """How far each step of AdamW turns keys, on new random data in every step."""
-    layer, weight = keys_of(norm)
-    optimizer = torch.optim.AdamW([weight], lr=0.01, weight_decay=1.0)
-    angles = []
-    for _ in range(steps):
-        x, wanted = torch.randn(2, 8, 10, WIDTH, dtype=torch.float64)
-        optimizer.zero_grad()
-        F.mse_loss(layer(x), wanted).backward()
-        before = weight.detach().clone()
-        optimizer.step()
-        angles.append(turned(before, weight, x))
-    return angles
-
-
-def draw_angles() -> None:
-    """docs/figures/key-angle.png."""
-    figure, (one, many) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    norms = [2.0**i for i in range(-2, 6)]
-    for name, optimizer, lr, colour in (
-        ("SGD", torch.optim.SGD, 1e-3, "#b03a2e"),
-        ("Adam", torch.optim.Adam, 1e-3, "#1f618d"),
-    ):
-        one.loglog(norms, [angle_of_a_step(optimizer, lr, norm) for norm in norms], "o-", label=name, color=colour)
-    one.set(xlabel="norm of the keys at the start", ylabel="angle of the first step, degrees")
-    for norm, colour in ((1.0, "#5dade2"), (4.0, "#1f618d"), (16.0, "#154360")):
-        angles = torch.tensor(angles_of_training(norm, 600)).unfold(0, 10, 10).mean(1)
-        many.semilogy(range(10, 601, 10), angles, label=f"key_init={norm:.0f}", color=colour)
-    many.set(xlabel="step of AdamW, rate 0.01, weight decay 1", ylabel="angle of a step, degrees")
-    many.set_yticks([0.2, 0.5, 1, 2, 5], ["0.2", "0.5", "1", "2", "5"])
-    many.minorticks_off()
-    for axes in (one, many):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
-    figure.savefig(HERE / "key-angle.png", dpi=110, metadata={"Software": None})
 
 
 def draw_growing_key() -> None:
@@ -140,7 +76,6 @@ def main() -> None:
         return
     plt.rcParams.update({"font.size": 11})
     draw_growing_key()
-    draw_angles()
     draw_logits_in_training()
 
 
