@@ -84,4 +84,4 @@ def test_plots_draw_seeds_that_stop_early(data: Path) -> None:
         for series in (result.series, short)
     ]
     titles = [title for title, _, _ in stability.plots(pd.DataFrame({"attention": ["quest", "quest"]}), cells)]
-    assert titles == ["Accuracy by learning rate", "Largest logit in training", "Logits and norms over training"]
+    assert titles == ["Largest logit in training", "Logits and norms over training"]

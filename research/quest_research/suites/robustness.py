@@ -13,8 +13,8 @@ Each task trains on some images and tests on others. The accuracy is the mean ov
   test images. The others have it at the place of another class.
 
 The relative accuracy is 100 · accuracy / accuracy on clean images after training on clean images; in the task patch on
-images whose square is at the place of their class. The mean corruption error of the papers is normalized by a reference
-network. Here standard attention is the reference: see the figure "Corruption error".
+images whose square is at the place of their class. Nothing is normalized by the errors of a reference network, as the
+mean corruption error of the papers is.
 
 Corruptions are those of the package imagecorruptions-imaug, attacks those of torchattacks. Their test images are the
 same for all attentions and seeds.
@@ -25,8 +25,7 @@ from __future__ import annotations
 import math
 import random
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -227,43 +226,3 @@ def attacks(
         "PGD": torchattacks.PGD(model, eps=epsilon, alpha=epsilon / 4, steps=20),
         "SPSA": torchattacks.SPSA(model, eps=SPSA_EPSILON, nb_sample=4 if smoke else 128),
     }
-
-
-def plots(rows: Any, results: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, Any]]:
-    """Title, caption and figure of the task corruptions: the errors relative to those of standard attention.
-
-    Args:
-        rows: one row a cell, as in results.parquet.
-        results: the cells' decoded results, with what determines each cell.
-    """
-    attentions = list(dict.fromkeys(rows["attention"]))
-    if results[0]["task"] != "corruptions" or "standard" not in attentions:
-        return []
-    from matplotlib.figure import Figure
-
-    def errors(attention: str) -> list[float]:
-        own = [cell["metrics"] for cell in results if cell["attention"] == attention]
-        own = [metrics for metrics in own if math.isfinite(metrics["accuracy"])]
-        return [100 - sum(m[f"accuracy/{name}"] for m in own) / max(1, len(own)) for name in CORRUPTIONS]
-
-    reference = errors("standard")
-    table = {a: [100 * e / r for e, r in zip(errors(a), reference, strict=True)] for a in attentions}
-    figure = Figure(figsize=(9.6, 1.2 + 0.4 * len(attentions)), layout="constrained")
-    axes = figure.subplots()
-    grid = [[*values, sum(values) / len(values)] for values in table.values()]
-    axes.imshow(grid, cmap="PiYG_r", vmin=80, vmax=120, aspect="auto")
-    for y, line in enumerate(grid):
-        for x, value in enumerate(line):
-            axes.text(x, y, f"{value:.0f}", ha="center", va="center", fontsize=8)
-    names = [name.replace("_", " ") for name in (*CORRUPTIONS, "MEAN")]
-    axes.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
-    axes.set_yticks(range(len(attentions)), attentions, fontsize=8)
-    axes.grid(False)
-    return [
-        (
-            "Corruption error",
-            "Error in % of that of standard attention, over all severities and seeds; MEAN is the mean corruption "
-            "error with standard attention as the reference network. Lower is better.",
-            figure,
-        )
-    ]

@@ -11,12 +11,15 @@ Warm-up, depth, precision and QK-clip are options, for example `--set warmup=0,1
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import quest_core
@@ -164,54 +167,33 @@ def run(cell: Cell, progress: Progress) -> Result:
     return over_rates(options["lowest"], options["rates"], train, progress)
 
 
-def plots(rows: Any, results: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, Any]]:
-    """Title, caption and figure of: accuracy by learning rate, the largest logit of steps, and the values of epochs.
+def plots(rows: pd.DataFrame, results: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, Figure]]:
+    """Title, caption and figure of the largest logit of steps, and of the values of epochs, by learning rate.
 
     Args:
-        rows: one row a cell, as in results.parquet.
+        rows: one row a cell, as in results.parquet; its attentions give the order of the lines.
         results: the cells' decoded results, with what determines each cell.
     """
-    from matplotlib.figure import Figure
-
     attentions = list(dict.fromkeys(rows["attention"]))
-    rates = results[0]["details"]["rates"]
-    names = [f"lr={rate:.2g}" for rate in rates]
-
-    def drawn(axes: Any, attention: str, x: Sequence[float], lines: Sequence[Sequence[float]]) -> None:
-        """The mean over seeds, and a band from the lowest to the highest, as far as all seeds go."""
-        columns = list(zip(*lines, strict=False))
-        x = list(x)[: len(columns)]
-        colour = f"C{attentions.index(attention)}"
-        axes.plot(x, [sum(own) / len(own) for own in columns], color=colour, lw=1.5, label=attention, marker=".")
-        axes.fill_between(x, list(map(min, columns)), list(map(max, columns)), color=colour, alpha=0.16, lw=0)
-
-    by_rate = Figure(figsize=(7.2, 3.4), layout="constrained")
-    axes = by_rate.subplots()
-    for attention in attentions:
-        own = [cell["metrics"] for cell in results if cell["attention"] == attention]
-        drawn(axes, attention, rates, [[metrics[f"accuracy/{name}"] for name in names] for metrics in own])
-    axes.set_xscale("log")
-    axes.set_xlabel("learning rate")
-    axes.set_ylabel("test accuracy (%)")
-    by_rate.legend(loc="outside upper left", ncols=4, fontsize=8)
+    names = [f"lr={rate:.2g}" for rate in results[0]["details"]["rates"]]
 
     def over_training(keys: Sequence[str], height: float, x: Sequence[float], label: str) -> Figure:
         figure = Figure(figsize=(9.6, height * len(keys) + 0.5), layout="constrained")
         grid = figure.subplots(len(keys), len(names), squeeze=False, sharex=True, sharey="row")
-        for line, key in zip(grid, keys, strict=True):
-            for axes, name in zip(line, names, strict=True):
-                for attention in attentions:
-                    own = [c["series"].get(f"{key}/{name}", []) for c in results if c["attention"] == attention]
-                    if all(own):
-                        drawn(axes, attention, x, own)
-                if key != "entropy" and any(v > 0 for line in axes.lines for v in line.get_ydata() if math.isfinite(v)):
-                    axes.set_yscale("log")
-                axes.set_title(name if key == keys[0] else "", fontsize=8)
-                axes.tick_params(labelsize=7)
-            line[0].set_ylabel(key.replace("_", " "), fontsize=8)
+        for axes, (key, name) in zip(grid.flat, itertools.product(keys, names), strict=True):
+            for number, attention in enumerate(attentions):
+                own = [c["series"].get(f"{key}/{name}", []) for c in results if c["attention"] == attention]
+                count = min(map(len, own))  # as far as all seeds go
+                seen = np.array([values[:count] for values in own])
+                axes.plot(x[:count], seen.mean(0), color=f"C{number}", lw=1.5, marker=".", label=attention)
+                axes.fill_between(x[:count], seen.min(0), seen.max(0), color=f"C{number}", alpha=0.16, lw=0)
+            if key != "entropy" and any((line.get_ydata() > 0).any() for line in axes.lines):
+                axes.set_yscale("log")
+            axes.set_title(name if key == keys[0] else "", fontsize=8)
+            axes.set_ylabel(key.replace("_", " ") if name == names[0] else "", fontsize=8)
+            axes.tick_params(labelsize=7)
         figure.supxlabel(label, fontsize=9)
-        handles, labels = grid[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper left", ncols=4, fontsize=8)
+        figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside upper left", ncols=4, fontsize=8)
         return figure
 
     longest = max(len(values) for c in results for values in c["series"].values())
@@ -220,19 +202,10 @@ def plots(rows: Any, results: Sequence[Mapping[str, Any]]) -> list[tuple[str, st
         caption = f"Of all layers and heads, in the first training batch and in every {EVERY}th."
         steps = [1, *range(EVERY, EVERY * longest, EVERY)]
         in_steps = [("Largest logit in training", caption, over_training(["training_logit"], 2.6, steps, "step"))]
-    return [
-        (
-            "Accuracy by learning rate",
-            "Test accuracy at the epoch that is best in validation. Lines are means over seeds, bands reach from the "
-            "lowest to the highest. A rate that diverged counts as guessing.",
-            by_rate,
-        ),
-        *in_steps,
-        (
-            "Logits and norms over training",
-            "After each epoch, on a part of the validation split: the largest logit, and the means over layers and "
-            "heads of the entropy of the weights in nats and of the norms of queries and keys. Lines end where a seed "
-            "diverged.",
-            over_training(WATCHED, 1.7, range(1, longest + 1), "epoch"),
-        ),
-    ]
+    caption = (
+        "After each epoch, on a part of the validation split: the largest logit, and the means over layers and heads "
+        "of the entropy of the weights in nats and of the norms of queries and keys. Lines are means over seeds, bands "
+        "reach from the lowest to the highest, and both end where a seed diverged."
+    )
+    in_epochs = over_training(WATCHED, 1.7, range(1, longest + 1), "epoch")
+    return [*in_steps, ("Logits and norms over training", caption, in_epochs)]

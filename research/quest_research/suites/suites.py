@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from quest_suites.declaring import choice, number, papers, whole
+from quest_suites.declaring import RATES, choice, number, papers, whole
 
 _PAPER = papers(__file__)
 
 OPTIONS = [
-    whole(
-        "samples",
-        2048,
-        "training sequences; the paper does not say how many, and which attentions succeed depends on it",
-    ),
+    whole("samples", 2048, "training sequences; the paper does not say how many, on which the ranking depends"),
     whole("test_samples", 2048, "test sequences, none of them biased"),
     whole("seq_len", 20, "vectors in a sequence; answers lie around position 10 with standard deviation 2", 11),
     whole("epochs", 50, "passes over the training sequences"),
@@ -137,6 +133,16 @@ WIDTHS_OPTIONS = [
     number("weight_decay", 0.01, "of AdamW, on every parameter"),
 ]
 
+_VALIDATION = {"unit": "%", "higher_is_better": True, "selection": "validation"}
+_IMAGES = {"metric": "accuracy", **_VALIDATION, "data": IMAGE_DATA, "data_files": IMAGE_FILES}
+_IDX = {"data": IDX_DATA, "data_files": IMAGE_FILES[:1]}
+
+
+def _also(*metrics: str, **facts: Any) -> list[dict[str, Any]]:
+    """Return further metrics, which have these facts in common."""
+    return [{"metric": metric, **facts} for metric in metrics]
+
+
 SUITES: dict[str, dict[str, Any]] = {
     "toy/spurious": {
         "summary": "key-value retrieval with a spurious shortcut: how often training finds the true rule",
@@ -150,51 +156,30 @@ SUITES: dict[str, dict[str, Any]] = {
         "plots": "quest_research.suites.toy_plots:plots",
     },
     "images/fashion-mnist": {
+        **_IMAGES,
         "summary": "a small Vision Transformer on Fashion-MNIST, one task for each learning rate",
         "tasks": ["lr=0.001", "lr=0.003", "lr=0.01", "lr=0.03"],
-        "metric": "accuracy",
-        "unit": "%",
-        "higher_is_better": True,
-        "selection": "validation",
         "options": IMAGE_OPTIONS,
-        "data": IMAGE_DATA,
-        "data_files": IMAGE_FILES,
     },
     "images/digits": {
+        **_VALIDATION,
         "summary": "a small Vision Transformer on scikit-learn's handwritten digits, one task for each learning rate",
         "tasks": ["lr=0.003", "lr=0.03"],
         "metric": "accuracy",
-        "unit": "%",
-        "higher_is_better": True,
-        "selection": "validation",
         "options": DIGITS_OPTIONS,
     },
     "images/recipes": {
+        **_IMAGES,
         "summary": "a small Vision Transformer with the recipes of ViT and DeiT",
         "tasks": ["vit", "deit"],
-        "metric": "accuracy",
-        "unit": "%",
-        "higher_is_better": True,
-        "selection": "validation",
         "options": RECIPE_OPTIONS,
-        "data": IMAGE_DATA,
-        "data_files": IMAGE_FILES,
     },
     "stability/rates": {
+        **_IMAGES,
         "summary": "accuracy over learning rates up to divergence, of a Vision Transformer and of a language model",
         "tasks": ["vit", "pydocs"],
-        "metric": "accuracy",
-        "unit": "%",
-        "higher_is_better": True,
-        "also": [
-            {"metric": "best accuracy"},
-            {"metric": "range", "unit": "decades"},
-            {"metric": "diverged", "unit": "rates", "higher_is_better": False},
-        ],
-        "selection": "validation",
+        "also": RATES,
         "options": STABILITY_OPTIONS,
-        "data": IMAGE_DATA,
-        "data_files": IMAGE_FILES,
         "plots": "quest_research.suites.stability:plots",
     },
     "widths/text": {
@@ -209,19 +194,14 @@ SUITES: dict[str, dict[str, Any]] = {
         "data_files": ["input.txt"],
     },
     "robustness/images": {
+        **_IMAGES,
         "summary": "a small Vision Transformer in fog, under corruptions and attacks, and with a spurious patch",
         "tasks": ["fog", "corruptions", "attacks", "autoattack", "patch"],
-        "metric": "accuracy",
-        "unit": "%",
-        "higher_is_better": True,
-        "also": [{"metric": "relative accuracy"}, {"metric": "clean"}],
-        "selection": "validation",
+        "also": _also("relative accuracy", "clean"),
         "options": ROBUSTNESS_OPTIONS,
-        "data": IMAGE_DATA,
-        "data_files": IMAGE_FILES,
-        "plots": "quest_research.suites.robustness:plots",
     },
     "gqa/fashion-mnist": {
+        **_IDX,
         "summary": "grouped attentions up-trained from a multi-head checkpoint, on halves of Fashion-MNIST",
         "tasks": ["half"],
         "metric": "accuracy",
@@ -229,54 +209,38 @@ SUITES: dict[str, dict[str, Any]] = {
         "higher_is_better": True,
         "selection": "last",
         "also": [
-            {"metric": "fine-tuned"},
-            {"metric": "fine-tuned from gqa"},
-            {"metric": "time of gqa", "unit": "×", "higher_is_better": False},
+            *_also("fine-tuned", "fine-tuned from gqa"),
+            *_also("time of gqa", unit="×", higher_is_better=False),
         ],
         "jobs": 1,
         "options": GQA_OPTIONS,
-        "data": IDX_DATA,
-        "data_files": IMAGE_FILES[:1],
     },
     "explain/fashion-mnist": {
+        **_VALIDATION,
+        **_IDX,
         "summary": "maps of a classifier's attention against the exact masks of the objects",
         "tasks": ["canvas"],
         "metric": "AG-CAM IoU",
-        "unit": "%",
-        "higher_is_better": True,
-        "selection": "validation",
         "also": [
-            {"metric": name}
-            for name in (
-                "AG-CAM Dice",
-                "AG-CAM pixel accuracy",
-                "AG-CAM pointing",
-                "rollout IoU",
-                "rollout pointing",
-                "accuracy",
-            )
+            *_also("AG-CAM Dice", "AG-CAM pixel accuracy", "AG-CAM pointing"),
+            *_also("rollout IoU", "rollout pointing", "accuracy"),
         ],
         "paper": _PAPER["explain/fashion-mnist"],
         "plots": "quest_research.suites.explain:pictures",
         "options": EXPLAIN_OPTIONS,
-        "data": IDX_DATA,
-        "data_files": IMAGE_FILES[:1],
     },
     "aft/causal": {
+        **_IDX,
         "summary": "attention-free layers as byte and pixel models, in bits, with time and memory of standard's",
         "tasks": ["text=64", "text=256", "text=1024", "image=14"],
         "metric": "bits",
         "unit": "bits",
         "higher_is_better": False,
         "selection": "validation",
-        "also": [
-            {"metric": "time of standard", "unit": "×"},
-            {"metric": "memory of standard", "unit": "×"},
-        ],
+        "also": _also("time of standard", "memory of standard", unit="×"),
         "jobs": 1,
         "options": AFT_OPTIONS,
         "data": f"for images: {IDX_DATA}",
-        "data_files": IMAGE_FILES[:1],
     },
     "calibration/pydocs": {
         "summary": "a pretrained character model fine-tuned with calibrated QUEST, and the gain of calibrating it; "
@@ -286,7 +250,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "unit": "nats",
         "higher_is_better": False,
         "selection": "last",
-        "also": [{"metric": "gain", "higher_is_better": True}, {"metric": "first gain", "higher_is_better": True}],
+        "also": _also("gain", "first gain", higher_is_better=True),
         "options": [
             whole("pretrain", 1500, "steps of pretraining with standard attention"),
             whole("finetune", 300, "steps of fine-tuning"),
@@ -299,7 +263,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "metric": "time of sdpa",
         "higher_is_better": False,
         "selection": "none",
-        "also": [{"metric": "forward time of sdpa"}],
+        "also": _also("forward time of sdpa"),
         "jobs": 1,
         "options": [
             choice("dtype", ("bfloat16", "float16", "float32"), "type of the tensors"),

@@ -82,21 +82,14 @@ def _outcomes(models: pd.DataFrame, attentions: Sequence[str]) -> Figure:
     axes = figure.subplots()
     share = pd.crosstab(models["attention"], models["outcome"], normalize="index").mul(100)
     share = share.reindex(index=attentions, columns=list(OUTCOMES), fill_value=0.0)
-    left = pd.Series(0.0, index=share.index)
-    for name, colour in OUTCOMES.items():
-        axes.barh(attentions, share[name], left=left, color=colour, height=0.62, label=name, edgecolor="#fffffe", lw=1)
-        for y, attention in enumerate(attentions):
-            value = share.loc[attention, name]
-            if value >= 6:  # a narrower piece has no room for its number
-                middle = left[attention] + value / 2
-                axes.text(middle, y, f"{value:.0f}", ha="center", va="center", color="#fffffe", fontsize=8)
-        left += share[name]
-    axes.set_ylim(len(attentions) - 0.5, -0.5)
-    axes.set_xlim(0, 100)
-    axes.set_xlabel("percent of models")
-    axes.tick_params(axis="y", length=0)
+    share.plot.barh(stacked=True, ax=axes, color=OUTCOMES, legend=False)
+    bars: Any
+    for bars in axes.containers:  # a narrow piece has no room for its number
+        axes.bar_label(bars, label_type="center", fmt=lambda v: f"{v:.0f}" if v >= 6 else "", color="white", fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 100), xlabel="percent of models", ylabel="")
     axes.grid(False)
-    figure.legend(loc="outside upper left", ncols=4, fontsize=9)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=4, fontsize=9)
     return figure
 
 
