@@ -51,6 +51,14 @@ def timed(summary: str, tasks: list[str], rounds: int, *options: Option, least: 
     }
 
 
+RATES: list[dict[str, Any]] = [
+    {"metric": "best accuracy"},
+    {"metric": "range", "unit": "decades"},
+    {"metric": "diverged", "unit": "rates", "higher_is_better": False},
+]
+"""The further metrics of `quest_suites.contract.over_rates`, as the key "also" declares them."""
+
+
 def papers(file: str) -> dict[str, Any]:
     """Return the tables of a paper by suite, from the paper.json in the folder of `file`."""
     found: dict[str, Any] = json.loads(Path(file).with_name("paper.json").read_text(encoding="utf-8"))

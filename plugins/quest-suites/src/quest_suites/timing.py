@@ -13,12 +13,43 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor, nn
 
-from .contract import Progress, Result
+from .contract import Cell, Progress, Result
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Step = Callable[[], object]
+
+
+def against_stock(cell: Cell, progress: Progress, make: Callable[[str | None], Step]) -> Result:
+    """Time a step with the host's own attention and one with the cell's, as `beside_stock` does.
+
+    Args:
+        cell: its option `rounds` counts unless the run is a smoke run, which has two.
+        progress: called after each round.
+        make: returns a step with an attention, or for None with the host's own. The cell's seed is set before.
+    """
+    steps = []
+    for attention in (None, cell.attention):
+        torch.manual_seed(cell.seed)
+        steps.append(make(attention))
+    return beside_stock(*steps, rounds=2 if cell.smoke else cell.options["rounds"], progress=progress)
+
+
+def training_step(model: nn.Module, loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer | None = None) -> Step:
+    """Return a step: forward, backward and, if there is one, the optimizer's."""
+
+    def step() -> None:
+        loss().backward()
+        if optimizer:
+            optimizer.step()
+        model.zero_grad()
+
+    return step
 
 
 def beside_stock(
-    stock: Callable[[], object], own: Callable[[], object], *, rounds: int, progress: Progress, warm_up: int = 2
+    stock: Step, own: Step, *, rounds: int, progress: Progress = lambda share, text: None, warm_up: int = 2
 ) -> Result:
     """Time two steps in turns, and measure the memory of each.
 
@@ -67,7 +98,7 @@ def beside_stock(
     )
 
 
-def peak_mib(step: Callable[[], object]) -> float:
+def peak_mib(step: Step) -> float:
     """Return by how many MiB two calls raise the peak of memory: of a forked process on a CPU, allocated on a GPU."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()

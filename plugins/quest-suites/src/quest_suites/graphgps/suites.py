@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quest_suites.declaring import choice, number, papers, text, timed, whole
+from quest_suites.declaring import RATES, choice, number, papers, text, timed, whole
 
 _GENERATED = (
     "graphs drawn from the published generator, not the published files; "
@@ -23,14 +23,9 @@ def _options(
         whole("batch_size", batch, "graphs a training step"),
         number("lr", lr, "highest learning rate of AdamW"),
         whole(
-            "warmup_epochs",
-            warmup,
-            "epochs in which the rate rises; with any, the first has almost none, as in GraphGPS",
-            0,
+            "warmup_epochs", warmup, "epochs of a rising rate; with any, the first has almost none, as in GraphGPS", 0
         ),
-        number(
-            "attn_dropout", 0.5, "dropout of attention weights; 0 for linear, cosine and aft-simple, which have none"
-        ),
+        number("attn_dropout", 0.5, "of attention weights; 0 for linear, cosine and aft-simple, which have none"),
         whole("layers", layers, "GPS layers"),
     ]
 
@@ -41,74 +36,73 @@ _ALL = "training graphs to use, with a tenth as many of validation and of test; 
 _SBM_DATA = "a folder with GNNBenchmarkDataset/ of PyTorch Geometric; without one, the graphs are generated"
 _PAPER = papers(__file__)
 
+
+def _dataset(name: str, folder: str, metric: str, **facts: Any) -> dict[str, Any]:
+    """Return a suite of one dataset of the paper."""
+    return {
+        "tasks": [name],
+        "metric": metric,
+        "selection": "validation",
+        **({"unit": "%"} if metric == "accuracy" else {"higher_is_better": False}),
+        "data_files": [f"{folder}/raw"],
+        **facts,
+    }
+
+
 SUITES: dict[str, dict[str, Any]] = {
-    "graph/pattern": {
-        "summary": f"which nodes of a graph belong to a hidden pattern, GPS; {_GENERATED}",
-        "tasks": ["PATTERN"],
-        "metric": "accuracy",
-        "selection": "validation",
-        "unit": "%",
-        "paper": _PAPER["graph/pattern"],
-        "data": _SBM_DATA,
-        "data_files": ["GNNBenchmarkDataset/PATTERN/raw"],
-        "options": [*_options(_SBM, 10000, 6, 32, 0.0005, 100, 5), _SEED],
-    },
-    "graph/cluster": {
-        "summary": f"which of six communities a node belongs to, GPS; {_GENERATED}",
-        "tasks": ["CLUSTER"],
-        "metric": "accuracy",
-        "selection": "validation",
-        "unit": "%",
-        "paper": _PAPER["graph/cluster"],
-        "data": _SBM_DATA,
-        "data_files": ["GNNBenchmarkDataset/CLUSTER/raw"],
-        "options": [*_options(_SBM, 10000, 16, 16, 0.0005, 100, 5), _SEED],
-    },
-    "graph/zinc": {
-        "summary": f"constrained solubility of molecules, GPS; {_FROM_DATA}",
-        "tasks": ["ZINC"],
-        "metric": "mae",
-        "selection": "validation",
-        "higher_is_better": False,
-        "paper": _PAPER["graph/zinc"],
-        "data": "a folder with ZINC/, as PyTorch Geometric's ZINC lays it out",
-        "data_files": ["ZINC/raw"],
-        "data_required": True,
-        "options": _options(_ALL, 0, 10, 32, 0.001, 2000, 50),
-    },
-    "graph/cifar10": {
-        "summary": f"the class of an image from its superpixels, GPS; {_FROM_DATA}",
-        "tasks": ["CIFAR10"],
-        "metric": "accuracy",
-        "selection": "validation",
-        "unit": "%",
-        "paper": _PAPER["graph/cifar10"],
-        "data": "a folder with GNNBenchmarkDataset/, as PyTorch Geometric's GNNBenchmarkDataset lays it out",
-        "data_files": ["GNNBenchmarkDataset/CIFAR10/raw"],
-        "data_required": True,
-        "options": _options(_ALL, 0, 3, 16, 0.001, 100, 5),
-    },
-    "stability/graph": {
-        "summary": f"accuracy over learning rates up to divergence, GPS on PATTERN; {_GENERATED}",
-        "tasks": ["PATTERN"],
-        "metric": "accuracy",
-        "selection": "validation",
-        "unit": "%",
-        "also": [
-            {"metric": "best accuracy"},
-            {"metric": "range", "unit": "decades"},
-            {"metric": "diverged", "unit": "rates", "higher_is_better": False},
-        ],
-        "plots": "quest_research.suites.stability:plots",
-        "data": _SBM_DATA,
-        "data_files": ["GNNBenchmarkDataset/PATTERN/raw"],
-        "options": [
+    "graph/pattern": _dataset(
+        "PATTERN",
+        "GNNBenchmarkDataset/PATTERN",
+        "accuracy",
+        summary=f"which nodes of a graph belong to a hidden pattern, GPS; {_GENERATED}",
+        paper=_PAPER["graph/pattern"],
+        data=_SBM_DATA,
+        options=[*_options(_SBM, 10000, 6, 32, 0.0005, 100, 5), _SEED],
+    ),
+    "graph/cluster": _dataset(
+        "CLUSTER",
+        "GNNBenchmarkDataset/CLUSTER",
+        "accuracy",
+        summary=f"which of six communities a node belongs to, GPS; {_GENERATED}",
+        paper=_PAPER["graph/cluster"],
+        data=_SBM_DATA,
+        options=[*_options(_SBM, 10000, 16, 16, 0.0005, 100, 5), _SEED],
+    ),
+    "graph/zinc": _dataset(
+        "ZINC",
+        "ZINC",
+        "mae",
+        summary=f"constrained solubility of molecules, GPS; {_FROM_DATA}",
+        paper=_PAPER["graph/zinc"],
+        data="a folder with ZINC/, as PyTorch Geometric's ZINC lays it out",
+        data_required=True,
+        options=_options(_ALL, 0, 10, 32, 0.001, 2000, 50),
+    ),
+    "graph/cifar10": _dataset(
+        "CIFAR10",
+        "GNNBenchmarkDataset/CIFAR10",
+        "accuracy",
+        summary=f"the class of an image from its superpixels, GPS; {_FROM_DATA}",
+        paper=_PAPER["graph/cifar10"],
+        data="a folder with GNNBenchmarkDataset/, as PyTorch Geometric's GNNBenchmarkDataset lays it out",
+        data_required=True,
+        options=_options(_ALL, 0, 3, 16, 0.001, 100, 5),
+    ),
+    "stability/graph": _dataset(
+        "PATTERN",
+        "GNNBenchmarkDataset/PATTERN",
+        "accuracy",
+        summary=f"accuracy over learning rates up to divergence, GPS on PATTERN; {_GENERATED}",
+        also=RATES,
+        plots="quest_research.suites.stability:plots",
+        data=_SBM_DATA,
+        options=[
             *(option for option in _options(_SBM, 300, 2, 8, 0.0, 8, 0) if option["name"] != "lr"),
             whole("rates", 4, "learning rates, half a decade apart", 2),
             number("lowest", 0.0001, "lowest learning rate"),
             _SEED,
         ],
-    },
+    ),
     "graphgps": {
         "summary": "GraphGPS's own main.py in a checkout of GraphGPS, with any of its configs",
         "tasks": [],

@@ -7,9 +7,7 @@ prefix gps- a model of PyTorch Geometric's GPSConv layers, which add a graph con
 
 from __future__ import annotations
 
-import copy
 import re
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +18,7 @@ from quest_core import AttentionConfig
 from quest_core.drafts import assign
 from quest_graphgps.attention import GraphAttention, ragged_plan
 from quest_suites.contract import Cell, Progress, Result
-from quest_suites.timing import beside_stock
+from quest_suites.timing import DEVICE, Step, against_stock, training_step
 
 WIDTH, HEADS, LAYERS = 64, 4, 4
 
@@ -40,7 +38,7 @@ def sizes(task: str) -> list[int]:
 
 
 def run_time(cell: Cell, progress: Progress) -> Result:
-    """Time a step of each of two layers in turns; see `quest_suites.timing.beside_stock`.
+    """Time a step of each of two layers in turns; see `quest_suites.timing.against_stock`.
 
     Args:
         cell: `task` names the batch.
@@ -49,47 +47,44 @@ def run_time(cell: Cell, progress: Progress) -> Result:
     Returns:
         The result, with ``areas`` (padded over real area of the batch) and ``packed`` (0 or 1) among the metrics.
     """
-    rounds, nodes = cell.options["rounds"], sizes(cell.task.removeprefix("gps-"))
-    if cell.smoke:
-        rounds, nodes = 2, [40, 5, 5]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    before, GraphAttention.packing = GraphAttention.packing, cell.options["packing"]
-    try:
-        torch.manual_seed(cell.seed)
-        hidden = torch.arange(max(nodes), device=device) >= torch.tensor(nodes, device=device)[:, None]  # [B, N]
-        x = torch.randn(sum(nodes), WIDTH, device=device)
+    nodes = [40, 5, 5] if cell.smoke else sizes(cell.task.removeprefix("gps-"))
+    packing, dropout, count = cell.options["packing"], cell.options["dropout"], torch.tensor(nodes, device=DEVICE)
+    hidden = torch.arange(max(nodes), device=DEVICE) >= count[:, None]  # [B, N], the padding
+    torch.manual_seed(cell.seed)
+    x = torch.randn(sum(nodes), WIDTH, device=DEVICE)
+    padded = torch.zeros(*hidden.shape, WIDTH, device=DEVICE)
+    padded[~hidden] = x
+    graph = torch.arange(len(nodes), device=DEVICE).repeat_interleave(count)
+    # Each graph is a chain, with edges both ways.
+    first = torch.arange(len(graph) - 1, device=DEVICE)[graph[1:] == graph[:-1]]
+    edges = torch.stack([torch.cat([first, first + 1]), torch.cat([first + 1, first])])  # [2, E]
+
+    def make(attention: str | None) -> Step:
         if cell.task.startswith("gps-"):
-            host: nn.Module = Model(cell.options["dropout"]).to(device)
-            own, _ = quest_core.inject(copy.deepcopy(host), cell.attention, fresh=True)
-            graph = torch.arange(len(nodes), device=device).repeat_interleave(torch.tensor(nodes, device=device))
-            # Each graph is a chain, with edges both ways.
-            edges = torch.stack([torch.arange(len(graph) - 1, device=device)[graph[1:] == graph[:-1]]] * 2)  # [2, E]
-            edges = torch.cat(
-                [edges + torch.tensor([[0], [1]]).to(edges), edges + torch.tensor([[1], [0]]).to(edges)], 1
-            )
-            steps = [partial(model_step, model.train(), x, edges, graph) for model in (host, own)]
-        else:
-            host = nn.MultiheadAttention(WIDTH, HEADS, dropout=cell.options["dropout"], batch_first=True).to(device)
-            padded = torch.zeros(*hidden.shape, WIDTH, device=device)
-            padded[~hidden] = x
-            own = copy.deepcopy(host)
-            assign(GraphAttention.adopt(own, AttentionConfig.parse(cell.attention), **GraphAttention.sizes(own)))
-            steps = [partial(step, layer, padded, hidden) for layer in (host, own)]
-        result = beside_stock(*steps, rounds=rounds, progress=progress)
-        result.metrics["areas"] = len(nodes) * max(nodes) ** 2 / sum(n * n for n in nodes)
-        always, head_dim = cell.options["packing"] == "always", WIDTH // HEADS
-        packs = cell.options["packing"] != "never" and ragged_plan(hidden, head_dim, always=always) is not None
-        result.metrics["packed"] = float(packs)
+            model: nn.Module = Model(dropout).to(DEVICE).train()
+            if attention:
+                model, _ = quest_core.inject(model, attention, fresh=True)
+            return training_step(model, lambda: model(x, edges, graph).square().mean())
+        layer = nn.MultiheadAttention(WIDTH, HEADS, dropout=dropout, batch_first=True).to(DEVICE)
+        if attention:
+            assign(GraphAttention.adopt(layer, AttentionConfig.parse(attention), **GraphAttention.sizes(layer)))
+
+        def loss() -> Tensor:
+            given = padded.detach().requires_grad_()
+            out = layer(given, given, given, key_padding_mask=hidden, need_weights=False)[0]
+            return out[~hidden].square().sum()
+
+        return training_step(layer, loss)
+
+    before, GraphAttention.packing = GraphAttention.packing, packing
+    try:
+        result = against_stock(cell, progress, make)
+        plan = ragged_plan(hidden, WIDTH // HEADS, always=packing == "always")
     finally:
         GraphAttention.packing = before
+    result.metrics["areas"] = len(nodes) * max(nodes) ** 2 / sum(n * n for n in nodes)
+    result.metrics["packed"] = float(packing != "never" and plan is not None)
     return result
-
-
-def step(layer: nn.Module, x: Tensor, hidden: Tensor) -> None:
-    """One forward and backward pass on nodes [B, N, E], of which `hidden` [B, N] are padding."""
-    x = x.detach().requires_grad_()
-    out = layer(x, x, x, key_padding_mask=hidden, need_weights=False)[0][~hidden]
-    out.square().sum().backward()
 
 
 class Model(nn.Module):
@@ -113,9 +108,3 @@ class Model(nn.Module):
         for layer in self.layers:
             x = layer(x, edges, graph, edge_attr=self.edge.expand(edges.shape[1], -1))
         return x
-
-
-def model_step(model: nn.Module, x: Tensor, edges: Tensor, graph: Tensor) -> None:
-    """One forward and backward pass."""
-    model(x, edges, graph).square().mean().backward()
-    model.zero_grad()

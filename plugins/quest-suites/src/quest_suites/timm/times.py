@@ -6,7 +6,6 @@ CrossViT has none.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import timm
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 import quest_core
 import quest_timm  # noqa: F401  # timm accepts attention= from here on
 from quest_suites.contract import Cell, Progress, Result
-from quest_suites.timing import beside_stock
+from quest_suites.timing import DEVICE, Step, against_stock, training_step
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "vit": ("vit_tiny_patch16_224", {"depth": 4}),
@@ -74,32 +73,25 @@ def make_model(task: str) -> nn.Module:
 
 
 def run_time(cell: Cell, progress: Progress) -> Result:
-    """Time a step of each of two models in turns; see `quest_suites.timing.beside_stock`.
+    """Time a step of each of two models in turns; see `quest_suites.timing.against_stock`.
 
     Args:
         cell: tasks with the suffix -universal replace the calls of scaled_dot_product_attention, without an adapter.
         progress: called after each round.
     """
     timm.layers.set_fused_attn(True, experimental=True)
-    batch, rounds = (1, 2) if cell.smoke else (cell.options["batch"], cell.options["rounds"])
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    side = 240 if cell.task == "crossvit" else 224
+    plain = cell.task in ("decoder-universal", "encoder-universal")
+    batch = 1 if cell.smoke else cell.options["batch"]
     torch.manual_seed(cell.seed)
-    size = 240 if cell.task == "crossvit" else 224
-    x = torch.randn(batch, 3, size, size, device=device)
-    if cell.task in ("decoder-universal", "encoder-universal"):
-        x = torch.randn(batch, 256, 256, device=device)
-    models = []
-    for own in (False, True):
-        torch.manual_seed(cell.seed)
-        model = make_model(cell.task).to(device)
-        if own:
+    x = torch.randn(batch, *((256, 256) if plain else (3, side, side)), device=DEVICE)
+
+    def make(attention: str | None) -> Step:
+        model = make_model(cell.task).to(DEVICE)
+        if attention:
             found: dict[str, Any] = {"adapter": (), "example": x} if cell.task.endswith("-universal") else {}
-            model, _ = quest_core.inject(model, cell.attention, fresh=True, **found)
-        models.append(model.train())
-    return beside_stock(*(partial(step, model, x) for model in models), rounds=rounds, progress=progress)
+            model, _ = quest_core.inject(model, attention, fresh=True, **found)
+        model.train()
+        return training_step(model, lambda: model(x).square().mean())
 
-
-def step(model: nn.Module, x: Tensor) -> None:
-    """One forward and backward pass on images [B, 3, H, W] or tokens [B, N, E]."""
-    model.zero_grad(set_to_none=True)
-    model(x).square().mean().backward()
+    return against_stock(cell, progress, make)

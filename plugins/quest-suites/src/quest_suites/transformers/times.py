@@ -14,16 +14,13 @@ import transformers as hf
 
 import quest_transformers  # noqa: F401  # makes transformers accept the attention
 from quest_suites.contract import Cell, Progress, Result
-from quest_suites.timing import beside_stock
+from quest_suites.timing import DEVICE, Step, against_stock, training_step
 
 STEPS = 8  # tokens decoded in a round, one at a time
 VIT: dict[str, Any] = {
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "intermediate_size": 1024,
+    "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024,
     "attention_probs_dropout_prob": 0.0,
-}
+}  # fmt: skip
 WORDS = {**VIT, "vocab_size": 1000, "max_position_embeddings": 4096}
 GROUPED = {**WORDS, "num_key_value_heads": 2}
 WIDE = {**WORDS, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048}
@@ -58,29 +55,22 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 
 def run_time(cell: Cell, progress: Progress) -> Result:
-    """Time a step of each of two models in turns; see `quest_suites.timing.beside_stock`."""
-    options = {**cell.options, **({"length": 16, "batch": 1, "past": 16, "rounds": 2} if cell.smoke else {})}
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    steps = []
-    for attention in ("sdpa", cell.attention):
-        torch.manual_seed(cell.seed)
-        model = hf.AutoModel.from_config(CONFIGS[cell.task](), attn_implementation=attention).to(device)
+    """Time a step of each of two models in turns; see `quest_suites.timing.against_stock`."""
+    options = {**cell.options, **({"length": 16, "batch": 1, "past": 16} if cell.smoke else {})}
+
+    def make(attention: str | None) -> Step:
+        model = hf.AutoModel.from_config(CONFIGS[cell.task](), attn_implementation=attention or "sdpa").to(DEVICE)
         if cell.task.startswith("decode"):
-            ids = torch.randint(1000, (1, options["past"]), device=device)
-            steps.append(partial(decode, model.eval(), filled(model, ids), ids[:, :1]))
-            continue
-        ids = torch.randint(1000, (options["batch"], options["length"]), device=device)
+            ids = torch.randint(1000, (1, options["past"]), device=DEVICE)
+            return partial(decode, model.eval(), filled(model, ids), ids[:, :1])
+        ids = torch.randint(1000, (options["batch"], options["length"]), device=DEVICE)
         given = {"input_ids": ids, **({"decoder_input_ids": ids} if cell.task in ("bart", "t5") else {})}
         if cell.task == "vit":
-            given = {"pixel_values": torch.randn(options["batch"], 3, 128, 128, device=device)}
-        steps.append(partial(train, model.train(), given))
-    return beside_stock(*steps, rounds=options["rounds"], progress=progress)
+            given = {"pixel_values": torch.randn(options["batch"], 3, 128, 128, device=DEVICE)}
+        model.train()
+        return training_step(model, lambda: model(**given).last_hidden_state.square().mean())
 
-
-def train(model: Any, given: dict[str, torch.Tensor]) -> None:
-    """One forward and backward pass."""
-    model.zero_grad(set_to_none=True)
-    model(**given).last_hidden_state.square().mean().backward()
+    return against_stock(cell, progress, make)
 
 
 @torch.no_grad()
