@@ -34,6 +34,21 @@ from quest_core.testing.truth import computed_by_truth, missing
 CHECKPOINTS = ("stock", "standard", "quest", "gqa", "sigmoid")
 """The attentions of a checkpoint and of the model that loads it; gqa with as few key heads as every site allows."""
 
+NUMBERS = (
+    "test_every_site_is_replaced_and_reported",
+    "test_every_attention_goes_through_its_mechanism",
+    "test_standard_equals_the_host",
+    "test_mechanisms_equal_their_reference_inside_the_host",
+    "test_families_train_or_are_refused_by_name",
+    "test_padding_never_matters",
+    "test_a_host_checkpoint_loads_into_fewer_key_heads",
+    "test_queries_can_be_scaled",
+    "test_initial_norms_are_set_in_a_fresh_model",
+    "test_compiles",
+    "test_what_the_host_cannot_honour_is_refused_by_name",
+)
+"""The tests of a variant: what depends on the options of a model, and not only on the classes of its modules."""
+
 
 class _Cubed(Score):
     """q · k³."""
@@ -65,12 +80,17 @@ class AdapterConformance(ABC):
         compiles: whether the host's own model can be compiled; an adapter must not take that away.
         pickles: whether the host's own model can be pickled.
         calibrates: whether the adapter can be used by `quest_core.calibrate`.
+        variant: whether another class tests a model of the same modules with other options; then only NUMBERS run.
         tolerance: absolute and relative difference allowed between `standard` and the host, in float32.
     """
 
     def __init_subclass__(cls) -> None:
         """Drop the tests that say nothing about this host, so that none is skipped."""
         super().__init_subclass__()
+        if cls.variant:
+            for name in vars(AdapterConformance):
+                if name.startswith("test_") and name not in NUMBERS:
+                    setattr(cls, name, None)
         for applies, test in (
             (cls.make_padded is not AdapterConformance.make_padded, "test_padding_never_matters"),
             (cls.adapter.capabilities.regroups, "test_a_host_checkpoint_loads_into_fewer_key_heads"),
@@ -98,6 +118,7 @@ class AdapterConformance(ABC):
     compiles: ClassVar[bool] = True
     pickles: ClassVar[bool] = True
     calibrates: ClassVar[bool] = True
+    variant: ClassVar[bool] = False
     tolerance: ClassVar[float] = 2e-5
 
     @abstractmethod

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import importlib
 import logging
 import random
@@ -11,10 +13,14 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
+from fairseq.dataclass import utils
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import quest_fairseq
 
@@ -103,6 +109,27 @@ def preprocess(*arguments: Any) -> None:
     from fairseq_cli.preprocess import main
 
     main(options.get_preprocessing_parser().parse_args([*map(str, arguments), "--workers", "1"]))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compose_once():
+    """hydra takes half a second for the options of a command. It reads their defaults and each override once."""
+    compose, parser = utils.compose, OverridesParser.create()
+    parsed, composed = (
+        functools.cache(parser.parse_rule),
+        functools.cache(lambda groups: compose("config", overrides=[*groups], strict=False)),
+    )
+
+    def once(_name: str, overrides: list[str], strict: bool) -> Any:
+        groups = tuple(given for given in overrides if "." not in given.partition("=")[0])
+        cfg = copy.deepcopy(composed(groups))
+        ConfigLoaderImpl._apply_overrides_to_config(
+            [parsed(given, "override") for given in overrides if given not in groups], cfg
+        )
+        return cfg
+
+    with mock.patch.object(utils, "compose", once):
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

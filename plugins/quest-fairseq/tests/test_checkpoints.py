@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -24,23 +25,40 @@ def attentions(path: Path) -> set[str]:
     return {decode(value) for name, value in state.items() if name.endswith(ENTRY)}
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trained")
+
+
 @pytest.fixture
-def stock(tools: Tools, lm_data: Path, tmp_path: Path) -> Path:
+def stock(tools: Tools, lm_data: Path, folder: Path) -> Path:
     """A checkpoint of fairseq's own transformer_lm."""
-    tools.train(lm_data, "--save-dir", tmp_path / "stock", arch="transformer_lm", updates=4)
-    return tmp_path / "stock" / "checkpoint_last.pt"
+    path = folder / "stock" / "checkpoint_last.pt"
+    if not path.exists():
+        tools.train(lm_data, "--save-dir", path.parent, arch="transformer_lm", updates=4)
+    return path
 
 
-def test_a_stock_checkpoint_goes_on_as_standard_and_back(tools: Tools, lm_data: Path, stock: Path) -> None:
-    given = ["--attention", "standard", "--save-dir", stock.parent]
+@pytest.fixture
+def quest(tools: Tools, lm_data: Path, folder: Path) -> Path:
+    """The same of quest_transformer_lm."""
+    path = folder / "quest" / "checkpoint_last.pt"
+    if not path.exists():
+        tools.train(lm_data, "--attention", "quest", "--save-dir", path.parent, updates=2)
+    return path
+
+
+def test_a_stock_checkpoint_goes_on_as_standard_and_back(tools: Tools, lm_data: Path, stock: Path, tmp_path) -> None:
+    shutil.copy(stock, tmp_path)
+    given = ["--attention", "standard", "--save-dir", tmp_path]
     assert "num_updates=5" in tools.train(lm_data, *given, updates=6)
-    assert attentions(stock) == set()
-    assert "num_updates=7" in tools.train(lm_data, "--save-dir", stock.parent, arch="transformer_lm", updates=7)
+    assert attentions(tmp_path / stock.name) == set()
+    assert "num_updates=7" in tools.train(lm_data, "--save-dir", tmp_path, arch="transformer_lm", updates=7)
 
 
-def test_a_run_does_not_go_on_with_another_attention(tools: Tools, lm_data: Path, tmp_path: Path) -> None:
-    tools.train(lm_data, "--attention", "quest", "--save-dir", tmp_path, updates=2)
-    before = (tmp_path / "checkpoint_last.pt").read_bytes()
+def test_a_run_does_not_go_on_with_another_attention(tools: Tools, lm_data: Path, quest: Path, tmp_path: Path) -> None:
+    shutil.copy(quest, tmp_path)
+    before = quest.read_bytes()
     with pytest.raises(Exception, match="Cannot load model parameters") as caught:
         tools.train(lm_data, "--attention", "qnorm", "--save-dir", tmp_path)
     assert "attention_from" in reasons(caught.value)
@@ -65,19 +83,17 @@ def test_fine_tuning_a_stock_checkpoint(tools: Tools, lm_data: Path, stock: Path
     assert "num_updates=3" in tools.train(lm_data, *given, updates=3)
 
 
-def test_evaluation_under_another_attention(tools: Tools, lm_data: Path, tmp_path: Path) -> None:
-    tools.train(lm_data, "--attention", "quest", "--save-dir", tmp_path)
-    checkpoint = tmp_path / "checkpoint_best.pt"
-    own = perplexity(tools.evaluate(lm_data, checkpoint))
+def test_evaluation_under_another_attention(tools: Tools, lm_data: Path, quest: Path) -> None:
+    own = perplexity(tools.evaluate(lm_data, quest))
     for said in ("{'attention': 'standard'}", "{'model': {'attention': 'standard'}}"):
         with pytest.raises(quest_core.CheckpointError, match="'quest', and the model has 'standard'"):
-            tools.evaluate(lm_data, checkpoint, "--model-overrides", said)
+            tools.evaluate(lm_data, quest, "--model-overrides", said)
     overrides = "{'attention': 'standard', 'attention_from': 'quest'}"
-    assert perplexity(tools.evaluate(lm_data, checkpoint, "--model-overrides", overrides)) != own
+    assert perplexity(tools.evaluate(lm_data, quest, "--model-overrides", overrides)) != own
     with pytest.raises(quest_core.CheckpointError, match="attention_from is 'qnorm'"):
-        tools.evaluate(lm_data, checkpoint, "--model-overrides", overrides.replace("'quest'", "'qnorm'"))
+        tools.evaluate(lm_data, quest, "--model-overrides", overrides.replace("'quest'", "'qnorm'"))
     with pytest.raises(quest_core.ConfigError, match="'transformer_lm' does not read attention='quest'"):
-        tools.evaluate(lm_data, checkpoint, "--model-overrides", "{'model': {'_name': 'transformer_lm'}}")
+        tools.evaluate(lm_data, quest, "--model-overrides", "{'model': {'_name': 'transformer_lm'}}")
 
 
 def test_an_override_of_a_stock_checkpoint_is_not_ignored(tools: Tools, lm_data: Path, stock: Path) -> None:
@@ -91,8 +107,9 @@ def test_an_override_of_a_stock_checkpoint_is_not_ignored(tools: Tools, lm_data:
     assert WARNED not in tools.evaluate(lm_data, stock, "--model-overrides", overrides)
 
 
-@pytest.mark.parametrize("attention", ["dgqa(kv_heads=2)", "qknorm-hs"])
-def test_averages_and_moving_averages(attention: str, tools: Tools, lm_data: Path, tmp_path: Path) -> None:
+def test_averages_and_moving_averages(tools: Tools, lm_data: Path, tmp_path: Path) -> None:
+    """Of a mechanism with parameters and buffers, which are resumed as well."""
+    attention = "qknorm-hs+dgqa(kv_heads=2)"
     given = ["--attention", attention, "--save-dir", tmp_path, "--store-ema", "--ema-decay", "0.9", "--ema-fp32"]
     tools.train(lm_data, *given)
     assert "num_updates=8" in tools.train(lm_data, *given, updates=8)
@@ -121,26 +138,12 @@ def test_an_average_is_the_mean_of_one_runs_weights(tools: Tools, lm_data: Path,
         averaging.newest(tmp_path / "quest", 9)
 
 
-def test_parameters_of_a_mechanism_are_saved_and_resumed(tools: Tools, lm_data: Path, tmp_path: Path) -> None:
-    tools.train(lm_data, "--attention", "qknorm-hs", "--save-dir", tmp_path)
-    state = checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "checkpoint_last.pt"))["model"]
-    learned = [name for name in state if "mechanism" in name and not name.endswith(ENTRY)]
-    assert len(learned) == 2
-    models, _, _ = checkpoint_utils.load_model_ensemble_and_task(
-        [str(tmp_path / "checkpoint_last.pt")], arg_overrides={"data": str(lm_data)}
-    )
-    for name in learned:
-        torch.testing.assert_close(models[0].state_dict()[name], state[name])
-
-
-def test_layers_that_are_pruned_keep_their_attention(tools: Tools, lm_data: Path, tmp_path: Path) -> None:
+def test_layers_that_are_pruned_keep_their_attention(tools: Tools, lm_data: Path, quest: Path) -> None:
     """LayerDrop: fairseq renames the keys of the layers that are kept."""
-    tools.train(lm_data, "--attention", "quest", "--save-dir", tmp_path, updates=1)
     kept = "'decoder_layers_to_keep': '1'"
-    assert perplexity(tools.evaluate(lm_data, tmp_path / "checkpoint_last.pt", "--model-overrides", f"{{{kept}}}")) > 1
-    overrides = f"{{{kept}, 'attention': 'qnorm'}}"
+    assert perplexity(tools.evaluate(lm_data, quest, "--model-overrides", f"{{{kept}}}")) > 1
     with pytest.raises(quest_core.CheckpointError, match="trained with attention 'quest'"):
-        tools.evaluate(lm_data, tmp_path / "checkpoint_last.pt", "--model-overrides", overrides)
+        tools.evaluate(lm_data, quest, "--model-overrides", f"{{{kept}, 'attention': 'qnorm'}}")
 
 
 @pytest.mark.parametrize(

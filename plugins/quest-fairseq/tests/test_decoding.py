@@ -26,8 +26,8 @@ def spec(part) -> str:
 
 
 CAUSAL = [spec(part) for part in mechanisms().values() if part.causal and part.name not in ("softmax", "mha")]
-CAUSAL += ["quest+gqa(kv_heads=2)", "quest+sigmoid+dgqa(kv_heads=2)", "elliptical-quest+gqa(kv_heads=2)"]
-CROSS = [name for name in CAUSAL if name not in ("aft-full", "aft-local")]
+CAUSAL += ["quest+sigmoid+dgqa(kv_heads=2)"]
+CROSS = ["standard", "quest", "qknorm-hs", "quest+sigmoid", "elliptical-quest+gqa(kv_heads=2)", "linear", "aft-simple"]
 
 
 def trained(arch: str, attention: str, *arguments: str):
@@ -118,7 +118,7 @@ def test_fewer_key_heads_make_a_smaller_cache_and_sums_do_not_grow() -> None:
         assert size(attention, 8) == size(attention, 16)
 
 
-@pytest.mark.parametrize("attention", CAUSAL)
+@pytest.mark.parametrize("attention", [*CROSS, "aft-local"])
 def test_padded_steps_are_not_attended_to(attention: str) -> None:
     """Without position embeddings, which fairseq numbers differently while decoding."""
     model = trained("quest_transformer_lm", attention, *LM, "--no-token-positional-embeddings")

@@ -107,17 +107,12 @@ def hydra(tools: Tools, folder: Path, data: Path, change: dict[str, Any]) -> Non
     ("change", "why"),
     [
         ({"model": {"attention": "qwest"}}, "did you mean 'quest'"),
-        ({"model": {"attention_from": "qwest"}}, "did you mean 'quest'"),
-        ({"model": {"atention": "quest"}}, "Key 'atention' not in"),
         ({"attention": "quest"}, "Key 'attention' not in 'FairseqConfig'"),
-        ({"common": {"attention_from": "quest"}}, "Key 'attention_from' not in 'CommonConfig'"),
-        ({"task": {"attention": "quest"}}, "Key 'attention' not in 'LanguageModelingConfig'"),
         ({"model": {"_name": "transformer_lm", "attention": "quest"}}, "Key 'attention' not in"),
         (
             {"model": {"_name": "transformer"}},
             "'transformer' does not read attention='quest'.*did you mean 'quest_transformer'",
         ),
-        ({"model": {"_name": "lstm_lm"}}, "'lstm_lm' does not read attention='quest'"),
     ],
     ids=str,
 )
