@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import quest_core
 from quest_bench.cli import exit_code
 from quest_core.errors import InputError
 from quest_research.speed import __main__ as command
-from quest_research.speed import speed
+from quest_research.speed import speed, versions
 
 SHAPE = (2, 4, 5, 8)
 
@@ -109,3 +111,16 @@ def test_an_attention_that_refuses_its_inputs_says_so_from_its_process() -> None
 def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(command.app, arguments, command.NAME) == 2
     assert message in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.slow
+def test_two_versions_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """This version against itself, in two cells of all."""
+    chosen = [cell for cell in versions.cells() if cell["kind"] in ("function", "decode")][:2]
+    monkeypatch.setattr(versions, "cells", lambda: chosen)
+    versions.main([sys.executable, "--out", str(tmp_path), "--threads", "1", "--rounds", "2"])
+    text = (tmp_path / "versions.md").read_text()
+    ratios = [[float(x) for x in row] for row in re.findall(r"\| ([\d.]+) \(([\d.]+) to ([\d.]+)\) \|", text)]
+    assert len(ratios) == 2
+    assert all(0.01 < low <= middle <= high < 100 for middle, low, high in ratios)
+    assert "of 2 cells" in text
