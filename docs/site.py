@@ -32,12 +32,16 @@ BASELINES |= {"start-toy": "quest"}  # a folder of results -> what its report co
 SHIM, LOCAL_SHIM = "https://unpkg.com/iframe-worker/shim", "assets/search-from-files.js"
 VEGA, DRAW = "assets/vega.js", "assets/charts.js"
 LINK = re.compile(r"(?P<start>\]\()(?P<target>[^)\s]+)(?P<end>\))")
-# Public is what these packages define or import as itself, and what the pages and templates of these patterns import or
-# name in full.
+# Public is what these packages define or import as itself, and these names of other modules, which pages mention.
 PACKAGES = ("quest_core", "quest_core.mechanisms", "quest_core.testing")
-AUTHORS = ("docs/*.md", "plugins/quest-*/README.md", "quest_core/**/*.tmpl")
-NAMED = re.compile(r"\b(quest_(?:core|bench)(?:\.\w+)+)\.(\w+)")
-IMPORT = re.compile(r"^\s*from (quest_core[\w.]*) import (?:\(([^)]+)\)|([\w, ]+))", re.MULTILINE)
+FURTHER = {
+    "quest_bench.plan": ("Suite",),
+    "quest_bench.worker": ("decode",),
+    "quest_core.checkpoints": ("compare_before_loading", "set_attention_from"),
+    "quest_core.mechanisms.aft_conv": ("position_entropy",),
+    "quest_core.tools.parallel": ("HeadParallel",),
+    "quest_core.tools.pictures": ("draw_maps",),
+}
 
 
 def plugins() -> dict[str, Path]:
@@ -58,36 +62,15 @@ def public(path: Path) -> list[str]:
     return sorted(name for name in names if not name.startswith("_"))
 
 
-def source_of(module: str) -> Path | None:
-    """The file of a module of quest_core or of a plugin."""
-    at = [folder / module.replace(".", "/") for folder in (ROOT, *(path / "src" for path in plugins().values()))]
-    files = [file for path in at for file in (path.with_suffix(".py"), path / "__init__.py")]
-    return next((file for file in files if file.exists()), None)
-
-
 def reference() -> dict[str, list[str]]:
     """Pages of the reference: path of a module's page -> its public names, dotted."""
-    found = [(module, name) for module in PACKAGES if (path := source_of(module)) for name in public(path)]
-    known = {name for _, name in found}
-    texts = [path.read_text() for pattern in AUTHORS for path in sorted(ROOT.glob(pattern))]
-    further = {
-        (match[1], name)
-        for text in texts
-        for match in IMPORT.finditer(text)
-        for name in re.findall(r"\w+", match[2] or match[3])
-        if source_of(f"{match[1]}.{name}") is None  # a name, not a module
-    }
-    for module, name in {match.groups() for text in texts for match in NAMED.finditer(text)}:
-        if (path := source_of(module)) and name in public(path):
-            further.add((module, name))
-    found += sorted((module, name) for module, name in further if name not in known and name != "Tensor")
+    found = {module: public(ROOT / module.replace(".", "/") / "__init__.py") for module in PACKAGES} | FURTHER
     for name, folder in plugins().items():
         package = name.replace("-", "_")
-        found += [(package, own) for own in public(folder / "src" / package / "__init__.py")]
-    pages: dict[str, list[str]] = {}
-    for module, name in found:
-        pages.setdefault(f"reference/{module}.md", []).append(f"{module}.{name}")
-    return pages
+        found[package] = public(folder / "src" / package / "__init__.py")
+    return {
+        f"reference/{module}.md": [f"{module}.{name}" for name in names] for module, names in found.items() if names
+    }
 
 
 def sources() -> dict[str, Path]:
