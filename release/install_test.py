@@ -233,7 +233,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--online", action="store_true", help="clone repositories from where the README says")
     parser.add_argument("--list", action="store_true", help="print the names as JSON and end")
     parser.add_argument("--torch", metavar="VERSION", help="constrain PyTorch, for example to a CPU build pip can find")
-    parser.add_argument("--keep", action="store_true", help="keep the environments and print where they are")
     given = parser.parse_args(arguments)
     if given.list:
         print(json.dumps(names()))
@@ -249,25 +248,21 @@ def main(arguments: Sequence[str]) -> int:
             chosen = [other for other in chosen if other != name]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # running children end too
     RESULTS.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="quest-install-"))
+    ok = True
     try:
-        build(folder)
-        results = []
-        for name in chosen:
-            print(f"...     {name} (log: {(RESULTS / f'{name}.log').relative_to(ROOT)})", flush=True)
-            result = test(name, folder, given.torch, given.repo and given.repo.resolve(), given.online)
-            results.append(result)
-            report(result)
-            if not given.keep:
+        with tempfile.TemporaryDirectory(prefix="quest-install-", ignore_cleanup_errors=True) as made:
+            folder = Path(made)
+            build(folder)
+            for name in chosen:
+                print(f"...     {name} (log: {(RESULTS / f'{name}.log').relative_to(ROOT)})", flush=True)
+                result = test(name, folder, given.torch, given.repo and given.repo.resolve(), given.online)
+                report(result)
+                ok = ok and bool(result["ok"])
                 shutil.rmtree(folder / name)  # one environment at a time takes up to 6 GiB
-        return 0 if all(result["ok"] for result in results) else 1
     except Failure as failure:
         print(f"./dev install-test: {failure}", file=sys.stderr)
         return 1
-    finally:
-        print(f"kept: {folder}" if given.keep else "", end="\n" if given.keep else "")
-        if not given.keep:
-            shutil.rmtree(folder, ignore_errors=True)
+    return 0 if ok else 1
 
 
 if __name__ == "__main__":
