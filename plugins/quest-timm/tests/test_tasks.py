@@ -6,7 +6,6 @@ import torch
 
 from devtools.cells import HostSuites, check_resume
 from quest_suites.contract import Cell
-from quest_suites.timm import tasks
 from quest_suites.timm.suites import SUITES
 from quest_suites.timm.tasks import make_batch, run_strokes
 
@@ -30,7 +29,7 @@ def test_batches_are_those_of_the_seed():
 
 
 def test_a_stopped_cell_continues(tmp_path, monkeypatch):
-    monkeypatch.setattr(tasks, "SAVE_STEPS", 2)
+    monkeypatch.setattr("quest_suites.contract.SAVE_STEPS", 2)
     check_resume(
         run_strokes, Cell("vision/strokes", "strokes", "quest", 0, True, None, OPTIONS, tmp_path), tmp_path, 0.5
     )

@@ -9,7 +9,6 @@ from models import CONFIGS
 
 from devtools.cells import HostSuites, check_resume
 from quest_suites.contract import Cell
-from quest_suites.transformers import tasks
 from quest_suites.transformers.suites import SUITES
 from quest_suites.transformers.tasks import run_bytes_lm
 
@@ -36,7 +35,7 @@ def test_a_users_import_loads_no_benchmark_code(fresh_python, tmp_path):
 
 
 def test_a_stopped_cell_continues(tmp_path, monkeypatch):
-    monkeypatch.setattr(tasks, "SAVE_STEPS", 1)
+    monkeypatch.setattr("quest_suites.contract.SAVE_STEPS", 1)
     cell = Cell("transformers/bytes-lm", "llama", "quest", 0, True, None, {**DEFAULTS, "width": 16}, tmp_path)
     check_resume(run_bytes_lm, cell, tmp_path, 0.3)
 

@@ -5,9 +5,9 @@ the entry-point group ``quest.suites``: ``tsai = "quest_suites.tsai.suites:SUITE
 function ``run(cell, progress) -> Result`` under the entry-point group ``quest.benchmarks``. One call trains and
 evaluates one cell: one task, one attention, one seed.
 
-Functions for suites: `save_state` and `load_state` let a killed cell continue at its last epoch, `over_rates` trains at
-several learning rates, `observe` looks at the attention of a model, and `own_trainer` runs a framework's own training
-script. :mod:`quest_suites.timing` times a step against the host's own.
+Functions for suites: `save_state` and `load_state` let a killed cell continue, `train_steps` trains step by step,
+`over_rates` at several learning rates, `observe` looks at the attention of a model, and `own_trainer` runs a
+framework's own training script. :mod:`quest_suites.timing` times a step against the host's own.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from quest_core.tools.monitor import Monitor
 
 STATE = "state.pt"
 """The file in a cell's workdir that `save_state` writes. `quest bench` deletes it when the cell has a result."""
+SAVE_STEPS = 50
+"""The most steps of `train_steps` that a killed cell loses."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,43 @@ def load_state(cell: Cell) -> dict[str, Any] | None:
     if "cuda" in generators and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(generators["cuda"])
     return dict(found["state"])
+
+
+def train_steps(
+    cell: Cell,
+    progress: Progress,
+    steps: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    generator: torch.Generator,
+    loss: Callable[[int], torch.Tensor],
+    clip: float = math.inf,
+) -> list[float]:
+    """Train step by step, and return the losses. A killed cell continues at its last multiple of `SAVE_STEPS`.
+
+    Args:
+        generator: draws the batches of `loss`, which is called with the number of a step, from 0.
+        clip: the largest norm of the gradients.
+    """
+    losses: list[float] = []
+    if state := load_state(cell):
+        losses = state["losses"]
+        generator.set_state(state["generator"])
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    for step in range(len(losses), steps):
+        value = loss(step)
+        optimizer.zero_grad()
+        value.backward()
+        if clip < math.inf:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(value.item())
+        if (step + 1) % SAVE_STEPS == 0:
+            kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            save_state(cell, {"losses": losses, "generator": generator.get_state(), **kept})
+        progress((step + 1) / steps, f"step {step + 1} loss {losses[-1]:.3f}")
+    return losses
 
 
 def own_trainer(

@@ -13,10 +13,9 @@ from torch import Tensor
 
 import quest_timm  # noqa: F401  # timm accepts attention= from here on
 from quest_core.hosts.inject import REPORT
-from quest_suites.contract import Cell, Progress, Result, load_state, save_state
+from quest_suites.contract import Cell, Progress, Result, train_steps
 
 SIZE, DIRECTIONS, BATCH, TEST_IMAGES, SMOKE_STEPS = 32, 4, 64, 1024, 5
-SAVE_STEPS = 50  # a killed cell loses at most this many
 STEPS = ((0, 1), (1, 0), (1, 1), (1, -1))
 
 
@@ -39,10 +38,6 @@ def make_batch(images: int, strokes: int, generator: torch.Generator) -> tuple[T
 def run_strokes(cell: Cell, progress: Progress) -> Result:
     """Train and evaluate with one attention and one seed.
 
-    Args:
-        cell: its options are those of the suite in info.py; `data` is not used.
-        progress: called after each training step.
-
     Returns:
         The metric ``accuracy`` on new images, in %, and the series ``train_loss`` by step.
     """
@@ -54,23 +49,12 @@ def run_strokes(cell: Cell, progress: Progress) -> Result:
     )  # fmt: skip
     generator = torch.Generator().manual_seed(cell.seed)  # its own: the same data for every attention
     optimizer = torch.optim.AdamW(model.parameters(), lr=cell.options["lr"])
-    losses: list[float] = []
-    if state := load_state(cell):
-        losses = state["losses"]
-        generator.set_state(state["generator"])
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-    for step in range(len(losses), steps):
+
+    def loss(step: int) -> Tensor:
         x, wanted = make_batch(BATCH, cell.options["strokes"], generator)
-        loss = F.cross_entropy(model(x), wanted)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        if (step + 1) % SAVE_STEPS == 0:
-            kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            save_state(cell, {"losses": losses, "generator": generator.get_state(), **kept})
-        progress((step + 1) / steps, f"step {step + 1} loss {losses[-1]:.3f}")
+        return F.cross_entropy(model(x), wanted)
+
+    losses = train_steps(cell, progress, steps, model, optimizer, generator, loss)
     model.eval()
     with torch.no_grad():
         x, wanted = make_batch(TEST_IMAGES, cell.options["strokes"], generator)

@@ -77,7 +77,6 @@ def run_time(cell: Cell, progress: Progress) -> Result:
 
     Args:
         cell: tasks with the suffix -universal replace the calls of scaled_dot_product_attention, without an adapter.
-        progress: called after each round.
     """
     timm.layers.set_fused_attn(True, experimental=True)
     side = 240 if cell.task == "crossvit" else 224

@@ -15,11 +15,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import quest_transformers  # noqa: F401  # makes transformers accept the attention
 from quest_core.hosts.inject import REPORT
-from quest_suites.contract import Cell, Progress, Result, load_state, save_state
+from quest_suites.contract import Cell, Progress, Result, train_steps
 
 LENGTH, BATCH, PIECE = 64, 16, 2048
 SMOKE_STEPS = 3
-SAVE_STEPS = 50  # a killed cell loses at most this many
 
 
 def text() -> tuple[Tensor, Tensor]:
@@ -45,10 +44,6 @@ def make_model(task: str, width: int, attention: str) -> Any:
 def run_bytes_lm(cell: Cell, progress: Progress) -> Result:
     """Train and evaluate with one attention and one seed.
 
-    Args:
-        cell: its options are those of the suite in info.py; `data` is not used.
-        progress: called after each training step.
-
     Returns:
         The metric ``perplexity`` per byte of held-out text, and the series ``train_loss`` by step.
     """
@@ -58,27 +53,16 @@ def run_bytes_lm(cell: Cell, progress: Progress) -> Result:
     model = make_model(cell.task, cell.options["width"], cell.attention)
     generator = torch.Generator().manual_seed(cell.seed)  # its own: the same batches for every attention
     optimizer = torch.optim.AdamW(model.parameters(), lr=cell.options["lr"], weight_decay=0.01)
-    losses: list[float] = []
     model.train()
-    if state := load_state(cell):
-        losses = state["losses"]
-        generator.set_state(state["generator"])
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-    for step in range(len(losses), steps):
+
+    def loss(step: int) -> Tensor:
         optimizer.param_groups[0]["lr"] = cell.options["lr"] * min((step + 1) / 50, 1) * (1 - step / steps)
         starts = torch.randint(len(data) - LENGTH, (BATCH,), generator=generator).tolist()
         ids = torch.stack([data[start : start + LENGTH] for start in starts])  # [B, N]
-        loss = model(input_ids=ids, labels=ids).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-        if (step + 1) % SAVE_STEPS == 0:
-            kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            save_state(cell, {"losses": losses, "generator": generator.get_state(), **kept})
-        progress((step + 1) / steps, f"step {step + 1} loss {losses[-1]:.3f}")
+        found: Tensor = model(input_ids=ids, labels=ids).loss
+        return found
+
+    losses = train_steps(cell, progress, steps, model, optimizer, generator, loss, clip=1.0)
     model.eval()
     windows = held_out[: len(held_out) // LENGTH * LENGTH].view(-1, LENGTH)
     windows = windows[:BATCH] if cell.smoke else windows
