@@ -55,7 +55,7 @@ class Suite:
     paper: Mapping[str, Any] = field(default_factory=dict)
     """Source, table, protocol, difference, spread and values of a paper's table, or empty."""
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    plots: str | None = None
+    plots: str | None = None  # "module:function": (results.parquet, cells with results) -> titles, captions, figures
     data: str = ""  # the content of a data folder, in words; empty if the suite reads none
     data_required: bool = False
     data_files: Sequence[str] = ()  # patterns below a data folder, one of which has a match; empty: not checked

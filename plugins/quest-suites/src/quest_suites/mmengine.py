@@ -23,7 +23,6 @@ def train(config: Config, cell: Cell, iterations: int, progress: Progress) -> Ru
     Args:
         config: of a model that accepts `attention`, with an IterBasedTrainLoop.
         cell: its workdir gets the Runner's files.
-        progress: called at each iteration.
     """
     config.model.attention = cell.attention
     config.train_cfg.max_iters = iterations

@@ -26,7 +26,6 @@ def against_stock(cell: Cell, progress: Progress, make: Callable[[str | None], S
 
     Args:
         cell: its option `rounds` counts unless the run is a smoke run, which has two.
-        progress: called after each round.
         make: returns a step with an attention, or for None with the host's own. The cell's seed is set before.
     """
     steps = []
@@ -60,7 +59,6 @@ def beside_stock(
         stock: one step with the host's own attention.
         own: the same step with the attention of the cell.
         rounds: how often each step is timed.
-        progress: called after each round.
         warm_up: rounds before the first timed one.
 
     Returns:

@@ -42,7 +42,6 @@ def run_wikitext103(cell: Cell, progress: Progress) -> Result:
     Args:
         cell: `task` is small or medium; `data` a folder with wiki.{train,valid,test}.tokens and optionally data-bin,
             the output of fairseq-preprocess, which saves preprocessing in every cell.
-        progress: called during training.
 
     Returns:
         Metrics ``perplexity`` (on the test text), ``validation perplexity``, those of RATES, ``updates_per_second``;
@@ -85,7 +84,6 @@ def run_pydocs(cell: Cell, progress: Progress) -> Result:
 
     Args:
         cell: `task` is topics; `data` is not used.
-        progress: called during training.
 
     Returns:
         As `run_wikitext103`, with losses per piece.

@@ -45,18 +45,8 @@ if "graphgps" in sys.modules:
 
 def declare(cfg: Any) -> None:
     """Add the keys of GraphGPS's yaml files to `cfg`, with GraphGPS's defaults."""
-    cfg.gt = CfgNode(
-        {
-            "layer_type": "GINE+Transformer",
-            "layers": 3,
-            "n_heads": 8,
-            "dim_hidden": 64,
-            "dropout": 0.0,
-            "attn_dropout": 0.0,
-            "layer_norm": False,
-            "batch_norm": True,
-        }
-    )
+    sizes = {"layer_type": "GINE+Transformer", "layers": 3, "n_heads": 8, "dim_hidden": 64}
+    cfg.gt = CfgNode({**sizes, "dropout": 0.0, "attn_dropout": 0.0, "layer_norm": False, "batch_norm": True})
     common = {"enable": False, "model": "none", "dim_pe": 16, "layers": 3, "n_heads": 4, "raw_norm_type": "none"}
     eigen = {"laplacian_norm": "none", "eigvec_norm": "L2", "max_freqs": 10}
     cfg.posenc_LapPE = CfgNode({**common, "eigen": CfgNode(eigen)})

@@ -47,7 +47,6 @@ def run_own(cell: Cell, progress: Progress) -> Result:
 
     Args:
         cell: `task` is a config below the checkout `data`; the option `set` holds further words for main.py.
-        progress: called after each epoch.
 
     Returns:
         The metrics of the test split at the epoch that is best on the validation split, ``seconds_per_epoch`` and

@@ -41,7 +41,6 @@ def run_graph(cell: Cell, progress: Progress, *, watch: int = 0) -> Result:
     Args:
         cell: `data` is a folder with datasets in PyTorch Geometric's layout (ZINC/, GNNBenchmarkDataset/). PATTERN and
             CLUSTER are generated without one, from `data_seed`.
-        progress: called after each epoch.
         watch: validation graphs on which `quest_suites.contract.observe` looks at the attention after each epoch.
 
     Returns:

@@ -42,7 +42,6 @@ def run_time(cell: Cell, progress: Progress) -> Result:
 
     Args:
         cell: `task` names the batch.
-        progress: called after each round.
 
     Returns:
         The result, with ``areas`` (padded over real area of the batch) and ``packed`` (0 or 1) among the metrics.

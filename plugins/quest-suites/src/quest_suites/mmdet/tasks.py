@@ -22,7 +22,6 @@ def run_objects(cell: Cell, progress: Progress) -> Result:
 
     Args:
         cell: its options are those of the suite; `data` is not used.
-        progress: called at each iteration.
 
     Returns:
         Metrics ``mAP`` and ``mAP50`` in %; the series ``loss``.

@@ -31,10 +31,6 @@ SMOKE_IMAGES = 8
 def run_shapes(cell: Cell, progress: Progress) -> Result:
     """seg/shapes: train on generated scenes, evaluate on clean and corrupted ones.
 
-    Args:
-        cell: its options are those of the suite in info.py; `data` is not used.
-        progress: called at each iteration and after each corruption.
-
     Returns:
         Metrics ``mIoU`` and ``mIoU corrupted`` (the mean over the corruptions), ``aAcc`` and
         ``mIoU corrupted/<name>``, the mean over its severities, all in %; the series ``loss``.

@@ -52,7 +52,6 @@ def run_own(cell: Cell, progress: Progress) -> Result:
 
     Args:
         cell: `task` is a config below the checkout `data`; the option `set` holds further key=value for --options.
-        progress: called during training.
 
     Returns:
         Pointcept's metrics of the last epoch in %, ``best <metric>`` over the epochs, ``precise <metric>`` if the

@@ -19,23 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 CLASSES = (
-    "barrier",
-    "bicycle",
-    "bus",
-    "car",
-    "construction_vehicle",
-    "motorcycle",
-    "pedestrian",
-    "traffic_cone",
-    "trailer",
-    "truck",
-    "driveable_surface",
-    "other_flat",
-    "sidewalk",
-    "terrain",
-    "manmade",
-    "vegetation",
-)
+    "barrier", "bicycle", "bus", "car", "construction_vehicle", "motorcycle", "pedestrian", "traffic_cone", "trailer",
+    "truck", "driveable_surface", "other_flat", "sidewalk", "terrain", "manmade", "vegetation",
+)  # fmt: skip
 """nuScenes' classes, in the order of its labels."""
 
 RAW_LABELS = (9, 14, 15, 17, 18, 21, 2, 12, 22, 23, 24, 25, 26, 27, 28, 30)
@@ -80,23 +66,10 @@ _VEHICLES = {
     "bicycle": (1.7, 0.6, 1.2, 0.10, 4),
 }
 _REFLECTS = {
-    "barrier": 0.45,
-    "bicycle": 0.30,
-    "bus": 0.50,
-    "car": 0.45,
-    "construction_vehicle": 0.45,
-    "motorcycle": 0.30,
-    "pedestrian": 0.25,
-    "traffic_cone": 0.60,
-    "trailer": 0.50,
-    "truck": 0.45,
-    "driveable_surface": 0.10,
-    "other_flat": 0.18,
-    "sidewalk": 0.20,
-    "terrain": 0.25,
-    "manmade": 0.30,
-    "vegetation": 0.25,
-}
+    "barrier": 0.45, "bicycle": 0.30, "bus": 0.50, "car": 0.45, "construction_vehicle": 0.45, "motorcycle": 0.30,
+    "pedestrian": 0.25, "traffic_cone": 0.60, "trailer": 0.50, "truck": 0.45, "driveable_surface": 0.10,
+    "other_flat": 0.18, "sidewalk": 0.20, "terrain": 0.25, "manmade": 0.30, "vegetation": 0.25,
+}  # fmt: skip
 
 
 def scan(seed: int, *, rings: int = 32, rays: int = 240) -> Scan:

@@ -11,16 +11,10 @@ from typing import Any
 from .own import SMOKE_SCENES
 
 SIZES: dict[str, Any] = {
-    "stride": (2, 2),
-    "enc_depths": (1, 1, 1),
-    "enc_channels": (24, 48, 96),
-    "enc_num_head": (2, 4, 8),
-    "enc_patch_size": (64, 64, 64),
-    "dec_depths": (1, 1),
-    "dec_channels": (24, 48),
-    "dec_num_head": (2, 4),
+    "stride": (2, 2), "enc_depths": (1, 1, 1), "enc_channels": (24, 48, 96), "enc_num_head": (2, 4, 8),
+    "enc_patch_size": (64, 64, 64), "dec_depths": (1, 1), "dec_channels": (24, 48), "dec_num_head": (2, 4),
     "dec_patch_size": (64, 64),
-}
+}  # fmt: skip
 
 
 def shorten() -> None:

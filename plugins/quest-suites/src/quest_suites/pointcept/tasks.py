@@ -54,7 +54,6 @@ def run_scenes(cell: Cell, progress: Progress) -> Result:
 
     Args:
         cell: `task` is "street".
-        progress: called after each scene made and each epoch.
 
     Returns:
         Metrics ``miou`` (mean intersection over union of the classes, in %), ``accuracy`` (% of points) and

@@ -104,7 +104,6 @@ def run_uea(cell: Cell, progress: Progress) -> Result:
     Args:
         cell: `task` is the dataset's name; `data` a folder with NAME_TRAIN.ts and NAME_TEST.ts (or NAME/NAME_TRAIN.ts
             and so on, as the archive unpacks), or None for the datasets in the aeon wheel.
-        progress: called after each epoch.
 
     Returns:
         Metrics ``accuracy`` (on the test split, in %, of the epoch that `select` chooses), ``last_accuracy``,

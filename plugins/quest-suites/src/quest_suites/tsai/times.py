@@ -17,7 +17,6 @@ def run_time(cell: Cell, progress: Progress) -> Result:
 
     Args:
         cell: `task` says whether TSTPlus passes its attention scores on to the next layer, as it does by default.
-        progress: called after each round.
     """
     series, length = 48 + HELD_OUT if cell.smoke else cell.options["series"], cell.options["length"]
     x = np.random.default_rng(0).standard_normal((series, 12, length)).astype(np.float32)
