@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -141,24 +141,31 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli.console, "width", 240)
 
 
+def _run(runner: Runner, cells: Sequence[Cell]) -> Outcome:
+    """Run cells in this process, in place of `Runner.run`."""
+    outcome = Outcome()
+    for cell in cells:
+        if store.state(cell) == "done":
+            continue
+        path = cell.workdir.with_name("cell.json")
+        path.with_name("error.txt").unlink(missing_ok=True)
+        try:
+            worker.run(path, lambda message: None)
+            outcome.done.append(cell)
+        except Exception as error:
+            store.fail(path.parent, reason := worker.describe_error(error))
+            outcome.failed.append((cell, reason))
+    return outcome
+
+
+@pytest.fixture
+def run_inside() -> Callable[[Runner, Sequence[Cell]], Outcome]:
+    """Return what takes the place of `Runner.run` in `inside`, so that a part of a test can do without processes."""
+    return _run
+
+
 @pytest.fixture
 def inside(fake: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """As `fake`, with cells that run in this process, for tests in which a process each is not the point."""
-
-    def run(runner: Runner, cells: Sequence[Cell]) -> Outcome:
-        outcome = Outcome()
-        for cell in cells:
-            if store.state(cell) == "done":
-                continue
-            path = cell.workdir.with_name("cell.json")
-            path.with_name("error.txt").unlink(missing_ok=True)
-            try:
-                worker.run(path, lambda message: None)
-                outcome.done.append(cell)
-            except Exception as error:
-                store.fail(path.parent, reason := worker.describe_error(error))
-                outcome.failed.append((cell, reason))
-        return outcome
-
-    monkeypatch.setattr(Runner, "run", run)
+    monkeypatch.setattr(Runner, "run", _run)
     return fake

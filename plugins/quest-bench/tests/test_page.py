@@ -92,6 +92,7 @@ def test_the_page_in_a_browser(fake: Path, browser: Any, width: int, scheme: str
     page.close()
 
 
+@pytest.mark.slow
 def test_500_cells_with_10000_points_are_below_a_megabyte(fake: Path) -> None:
     """Curves and noise differ, so that nothing compresses for being alike."""
     draw = np.random.default_rng(0)

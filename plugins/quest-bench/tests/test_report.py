@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import vl_convert
 from rich.text import Text
@@ -46,6 +45,13 @@ def write_results(out: Path, settings: list[str], scores: dict[str, list[float]]
     run |= {"suite_info": suite.info, "machine": worker.machine(), "jobs": 2, "threads": 1, "git": None}
     run |= {"interrupted": False, "tasks": ["one"], "seeds": "0-2", "smoke": False, "settings": plan.settings}
     store.write_run(out, {"id": str(settings), **run})
+
+
+@pytest.fixture(autouse=True)
+def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the pictures of charts, of which each takes a second, except from the test that looks at them."""
+    if "pictures" not in request.node.name:
+        monkeypatch.setattr(charts.Chart, "png", lambda chart: b"")
 
 
 class Page(html.parser.HTMLParser):
@@ -239,7 +245,7 @@ def test_compare_shows_means_of_the_seeds_that_it_compares(fake: Path) -> None:
     assert cells[1][5].startswith("+1.50 [")
 
 
-def test_report_is_one_page_with_everything(fake: Path) -> None:
+def test_report_is_one_page_with_everything_and_has_pictures(fake: Path) -> None:
     write_results(Path("out"), ["scale=1,2"], SCORES)
     cells = sorted(Path("out/cells").iterdir())
     (cells[0] / "result.json").unlink()
@@ -363,16 +369,6 @@ def test_each_chart_of_curves_names_its_lines(fake: Path) -> None:
         assert all(f">{name}</text>" in svg for name in names)
         looks = re.findall(r'"line mark"[^>]*stroke="(#\w+)"[^>]*stroke-dasharray="([^"]*)"', svg)
         assert len(set(looks)) == len(names)
-
-
-def test_parquet_holds_every_cell(fake: Path) -> None:
-    write_results(Path("out"), ["scale=1,null"], {"standard": [50.0, 52.0, math.nan]})
-    write_report(Path("out"), "standard")
-    table = pd.read_parquet("out/results.parquet")
-    assert len(table) == 6
-    assert set(table["option/scale"]) == {"1.0", "null"}
-    assert sorted(table["metric/score"].dropna()) == [50.0, 50.0, 52.0, 52.0]
-    assert list(table["series/loss"].iloc[0]) == [1.0, 0.5, 0.25][: table["seed"].iloc[0] + 1]
 
 
 def test_unknown_baseline_is_refused(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
