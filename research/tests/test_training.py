@@ -12,6 +12,8 @@ from torch import nn
 from quest_research.suites.training import DivergedError, Fit, Float16Products, fit
 from quest_suites.contract import Cell
 
+PHASE: dict[str, Any] = {"rate": 0.1, "weight_decay": 0.0}
+
 
 def train(folder: Path, scores: list[float], **options: Any) -> tuple[Fit, list[torch.Tensor]]:
     """Train a model whose validation is given; returns the phase and the weights after each epoch."""
@@ -24,20 +26,11 @@ def train(folder: Path, scores: list[float], **options: Any) -> tuple[Fit, list[
         seen.append(model.weight.detach().clone())
         return {"score": scores[len(seen) - 1]}
 
-    found = fit(
-        cell,
-        "p",
-        model,
-        lambda picked: (model(data[picked]) - 1).square().mean(),
-        len(data),
-        epochs=len(scores),
-        batch=4,
-        rate=0.1,
-        weight_decay=0.0,
-        measure=measure,
-        progress=lambda share, text: None,
-        **options,
-    )
+    def loss(picked: torch.Tensor) -> torch.Tensor:
+        return (model(data[picked]) - 1).square().mean()
+
+    phase = PHASE | {"epochs": len(scores), "batch": 4}
+    found = fit(cell, "p", model, loss, len(data), phase, measure=measure, progress=lambda share, text: None, **options)
     return found, seen
 
 
@@ -61,21 +54,10 @@ def test_a_loss_that_is_not_finite_ends_the_phase(tmp_path: Path) -> None:
         asked.append(len(picked))
         return model(torch.full((len(picked), 2), torch.nan if len(asked) > 2 else 1.0)).mean()
 
+    phase = PHASE | {"epochs": 3, "batch": 2}
     for _ in range(2):
         with pytest.raises(DivergedError, match="warm: the loss of epoch 2 is nan") as caught:
-            fit(
-                cell,
-                "warm",
-                model,
-                loss,
-                4,
-                epochs=3,
-                batch=2,
-                rate=0.1,
-                weight_decay=0.0,
-                measure=dict,
-                progress=lambda share, text: None,
-            )
+            fit(cell, "warm", model, loss, 4, phase, measure=dict, progress=lambda share, text: None)
         assert len(caught.value.series["train_loss"]) == 1
         assert asked == [2, 2, 2, 2]
 

@@ -44,7 +44,6 @@ def run(cell: Cell, progress: Progress) -> Result:
 
     Args:
         cell: `task` is "N=<tokens>". A smoke run is small, and runs on the CPU if CUDA is missing.
-        progress: called after each direction.
 
     Returns:
         Metrics ``time of sdpa`` (forward and backward) and ``forward time of sdpa``: the median over rounds of the time

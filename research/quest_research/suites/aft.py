@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 import quest_core
 from quest_core.errors import ConfigError
 from quest_suites.contract import Cell, Progress, Result
-from quest_suites.timing import beside_stock
+from quest_suites.timing import beside_stock, training_step
 
 from .images import Block, read
 from .training import DivergedError, fit
@@ -63,7 +64,6 @@ def run(cell: Cell, progress: Progress) -> Result:
 
     Args:
         cell: `task` is "text=" or "image=" and a length or pixels a side; `data` as in `images.run`, read by images.
-        progress: called after each epoch.
 
     Returns:
         Metrics ``bits`` per byte or pixel of the test, ``train bits`` of the last epoch, and ``time of standard`` and
@@ -94,10 +94,7 @@ def run(cell: Cell, progress: Progress) -> Result:
             model,
             lambda picked: loss(model, (training[0][picked], training[1][picked])),
             len(training[0]),
-            epochs=options["epochs"],
-            batch=batch,
-            rate=options["rate"],
-            weight_decay=options["weight_decay"],
+            {**options, "batch": batch},
             measure=lambda: {"validation": bits(model, validation)},
             progress=progress,
             select="validation",
@@ -111,13 +108,9 @@ def run(cell: Cell, progress: Progress) -> Result:
     with torch.no_grad():
         metrics = {"bits": bits(model, test), "train bits": curves["train_loss"][-1] / math.log(2)}
     some = (training[0][:batch], training[1][:batch])
-
-    def step(timed: nn.Module) -> None:
-        loss(timed, some).backward()
-        timed.zero_grad()
-
     stock = build("standard")
-    taken = beside_stock(lambda: step(stock), lambda: step(model), rounds=options["rounds"], progress=lambda *_: None)
+    steps = (training_step(timed, partial(loss, timed, some)) for timed in (stock, model))
+    taken = beside_stock(*steps, rounds=options["rounds"])
     metrics |= {f"{name} of standard": taken.metrics[f"{name} of stock"] for name in ("time", "memory")}
     return Result(metrics, curves, {"parameters": sum(p.numel() for p in model.parameters())})
 

@@ -46,7 +46,6 @@ def run(cell: Cell, progress: Progress) -> Result:
 
     Args:
         cell: `data` as in `images.run`.
-        progress: called after each epoch.
 
     Returns:
         Metrics in %: for "AG-CAM" and "rollout" each ``IoU``, ``Dice``, ``pixel accuracy`` and ``pointing`` (the share
@@ -87,10 +86,7 @@ def run(cell: Cell, progress: Progress) -> Result:
             model,
             lambda chosen: F.cross_entropy(model(canvases[chosen]), labels[chosen]),
             count,
-            epochs=options["epochs"],
-            batch=options["batch"],
-            rate=options["rate"],
-            weight_decay=options["weight_decay"],
+            options,
             measure=lambda: {"validation": accuracy(model, canvases[count:], labels[count:])},
             progress=progress,
             select="validation",
@@ -215,12 +211,7 @@ def compare(pixels: Tensor, masks: Tensor) -> dict[str, Tensor]:
 
 
 def pictures(rows: pd.DataFrame, results: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, Figure]]:
-    """Title, caption and figure: the maps of the lowest seed over the first test images.
-
-    Args:
-        rows: one row a cell, as in results.parquet; its attentions give the order of the panels.
-        results: the cells' decoded results, with what determines each cell.
-    """
+    """Title, caption and figure: the maps of the lowest seed over the first test images."""
     seed = min(cell["seed"] for cell in results)
     first = {cell["attention"]: cell["details"]["examples"] for cell in results if cell["seed"] == seed}
     attentions = [name for name in dict.fromkeys(rows["attention"]) if name in first]

@@ -54,7 +54,6 @@ def run(cell: Cell, progress: Progress) -> Result:
 
     Args:
         cell: `attention` without `kv_heads`, which takes every divisor of the option heads; `data` as in `images.run`.
-        progress: called after each epoch.
 
     Returns:
         Metrics in %: ``accuracy`` after up-training with half the heads, ``accuracy/kv_heads=G`` for each G,
@@ -111,10 +110,7 @@ def _phases(
             model,
             lambda picked: F.cross_entropy(model(data.x[picked]), data.y[picked]),
             count,
-            epochs=options[phase],
-            batch=options["batch"],
-            rate=options[f"{phase}_rate"],
-            weight_decay=options["weight_decay"],
+            {**options, "epochs": options[phase], "rate": options[f"{phase}_rate"]},
             measure=lambda: {
                 "validation": accuracy(model, *data.validation),
                 "non-uniform groups": non_uniform(model, data.validation[0][:PROBE]),
@@ -148,9 +144,7 @@ def _phases(
     probe = upstream.validation[0][:PROBE]
     stock, model = build(plain, cell.seed, options).eval(), models[half]
     with torch.no_grad():
-        timed = beside_stock(
-            lambda: stock(probe), lambda: model(probe), rounds=options["rounds"], progress=lambda *_: None
-        )
+        timed = beside_stock(lambda: stock(probe), lambda: model(probe), rounds=options["rounds"])
     metrics |= {f"{name} of gqa": timed.metrics[f"{name} of stock"] for name in ("time", "memory")}
     for name, model in {"fine-tuned": models[half], "fine-tuned from gqa": late}.items():
         if name == "fine-tuned" or late is not models[half]:

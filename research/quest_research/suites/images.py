@@ -206,8 +206,7 @@ def classify(
             model,
             loss,
             len(train[0]),
-            **{name: options[name] for name in ("epochs", "batch", "warmup", "weight_decay")},
-            rate=rate,
+            {**options, "rate": rate},
             measure=lambda: (
                 {name: accuracy(model, *split) for name, split in splits.items()} | dict(watch(model) if watch else {})
             ),
@@ -236,7 +235,6 @@ def run(cell: Cell, progress: Progress) -> Result:
 
     Args:
         cell: `task` is "lr=" and a learning rate; `data` see `load`.
-        progress: called after each epoch.
 
     Returns:
         Metrics ``accuracy`` (test split, in %, at the epoch that is best on the validation split), ``last_accuracy``
@@ -294,7 +292,6 @@ def recipe(cell: Cell, progress: Progress) -> Result:
 
     Args:
         cell: `data` see `load`.
-        progress: called after each epoch.
 
     Returns:
         Metrics, with the test accuracy in % at the epoch that is best on the validation split: ``accuracy`` at the

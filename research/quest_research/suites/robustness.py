@@ -55,7 +55,6 @@ def run(cell: Cell, progress: Progress) -> Result:
 
     Args:
         cell: `task` see above; `data` see `quest_research.suites.images.load`.
-        progress: called after each epoch.
 
     Returns:
         Metrics ``accuracy`` (in %, the mean over the shifts) and ``relative accuracy``, with an item for each shift;

@@ -110,7 +110,6 @@ def run(cell: Cell, progress: Progress) -> Result:
 
     Args:
         cell: `task` is "vit" or "pydocs"; `data` is for "vit", see `images.load`.
-        progress: called after each epoch.
 
     Returns:
         What `over_rates` returns, with series ``train_loss/lr=R`` and so on, also for the values of `WATCHED`, and
@@ -168,12 +167,7 @@ def run(cell: Cell, progress: Progress) -> Result:
 
 
 def plots(rows: pd.DataFrame, results: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, Figure]]:
-    """Title, caption and figure of the largest logit of steps, and of the values of epochs, by learning rate.
-
-    Args:
-        rows: one row a cell, as in results.parquet; its attentions give the order of the lines.
-        results: the cells' decoded results, with what determines each cell.
-    """
+    """Title, caption and figure of the largest logit of steps, and of the values of epochs, by learning rate."""
     attentions = list(dict.fromkeys(rows["attention"]))
     names = [f"lr={rate:.2g}" for rate in results[0]["details"]["rates"]]
 

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,8 +196,8 @@ class Models:
         return found
 
 
-class AdamW:
-    """torch.optim.AdamW (decoupled weight decay) with a learning rate and a weight decay for each model.
+class AdamW(torch.optim.AdamW):
+    """PyTorch's AdamW with a learning rate and a weight decay for each model.
 
     Args:
         parameters: tensors [M, ...].
@@ -205,35 +205,19 @@ class AdamW:
     """
 
     def __init__(self, parameters: Iterable[Tensor], learning_rate: Tensor, weight_decay: Tensor) -> None:
-        self.parameters, self.steps = list(parameters), 0
+        super().__init__(parameters, lr=1.0, weight_decay=0.0)  # a step is as long as that of the rate 1
         self.rate, self.decay = learning_rate, weight_decay
-        self.means, self.squares = ([torch.zeros_like(p) for p in self.parameters] for _ in range(2))
-
-    def state(self) -> dict[str, Any]:
-        """What `restore` needs, the parameters included."""
-        tensors = [p.detach() for p in self.parameters], self.means, self.squares
-        return {"tensors": tensors, "steps": self.steps}
 
     @torch.no_grad()
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Set parameters and moments as they were."""
-        for own, stored in zip((self.parameters, self.means, self.squares), state["tensors"], strict=True):
-            for x, y in zip(own, stored, strict=True):
-                x.copy_(y)
-        self.steps = state["steps"]
-
-    @torch.no_grad()
-    def step(self, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the parameters from their gradients, and remove these."""
-        self.steps += 1
-        for p, mean, square in zip(self.parameters, self.means, self.squares, strict=True):
-            grad, p.grad = p.grad, None
-            assert grad is not None
+        own = self.param_groups[0]["params"]
+        before = [p.clone() for p in own]
+        super().step()
+        for p, old in zip(own, before, strict=True):
             rate, decay = (x.view(-1, *[1] * (p.dim() - 1)) for x in (self.rate, self.decay))
-            mean.lerp_(grad, 1 - betas[0])
-            square.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
-            size = (square / (1 - betas[1] ** self.steps)).sqrt_().add_(eps)
-            p.mul_(1 - rate * decay).sub_(rate / (1 - betas[0] ** self.steps) * mean / size)
+            p.copy_(old * (1 - rate * decay) + rate * (p - old))
+        self.zero_grad()
 
 
 def outcome(train: float, test: float) -> str:
@@ -292,7 +276,9 @@ def run(cell: Cell, progress: Progress) -> Result:
     norms: list[Tensor] = []
     if state := load_state(cell):
         losses, norms = state["losses"], state["norms"]
-        optimizer.restore(state["optimizer"])
+        optimizer.load_state_dict(state["optimizer"])
+        for name, value in state["parameters"].items():
+            models.parameters[name].data.copy_(value)
         shuffle.set_state(state["shuffle"])
     for epoch in range(len(losses), options["epochs"]):
         total = torch.zeros(len(grid))
@@ -301,7 +287,7 @@ def run(cell: Cell, progress: Progress) -> Result:
             total += loss * len(chosen)
         losses.append(total / len(train.x))
         norms.append(_key_norms(models, train))
-        kept = {"optimizer": optimizer.state(), "shuffle": shuffle.get_state()}
+        kept = {"optimizer": optimizer.state_dict(), "parameters": models.parameters, "shuffle": shuffle.get_state()}
         save_state(cell, {"losses": losses, "norms": norms, **kept})
         progress((epoch + 1) / options["epochs"], f"epoch {epoch + 1} loss {losses[-1].nanmean():.3f}")
     return _judge(grid, _accuracy(models, train), _accuracy(models, test), torch.stack(losses), torch.stack(norms))

@@ -17,12 +17,7 @@ KINDS = {
 
 
 def plots(rows: pd.DataFrame, results: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, Figure]]:
-    """Title, caption and figure of: success by learning rate and weight decay, outcomes, and key norms over training.
-
-    Args:
-        rows: one row a cell, as in results.parquet; its attentions give the order of the panels.
-        results: the cells' decoded results, with what determines each cell.
-    """
+    """Title, caption and figure of success by learning rate and weight decay, outcomes, and key norms over training."""
     attentions = list(dict.fromkeys(rows["attention"]))
     models = pd.DataFrame(
         [{"attention": cell["attention"], **model} for cell in results for model in cell["details"]["models"]]

@@ -66,17 +66,13 @@ def fit(
     model: nn.Module,
     loss: Callable[[Tensor], Tensor],
     count: int,
+    options: Mapping[str, Any],
     *,
-    epochs: int,
-    batch: int,
-    rate: float,
-    weight_decay: float,
     measure: Callable[[], Mapping[str, float | list[float]]],
     progress: Callable[[float, str], None],
     select: str | None = None,
     best: Callable[[list[float]], float] = max,
     draw: torch.Generator | None = None,
-    warmup: int = 0,
     clip: float = math.inf,
     scale_loss: bool = False,
     after: Callable[[int], object] = lambda step: None,
@@ -91,14 +87,13 @@ def fit(
         model: trained in place; it ends with the weights of the last epoch, in evaluation.
         loss: the mean loss of the samples with these indices [b].
         count: samples; an epoch shows each once.
-        epochs, batch, rate, weight_decay: of this phase.
+        options: epochs, batch, rate and weight_decay of this phase, and warmup: steps in which the rate rises to its
+            value, none if left out.
         measure: called after each epoch, with the model in evaluation and without gradients. A list is a value for
             each of some steps of the epoch.
-        progress: called after each epoch with the share of this phase.
         select: the measurement that chooses an epoch; None for the last one.
         best: max or min.
         draw: gives the order of the samples; without it, the order depends only on the seed and the epoch.
-        warmup: steps in which the rate rises to its value.
         clip: the largest norm of the gradients.
         scale_loss: scale the loss, for float16.
         after: called after each step of the optimizer with its number, from 1.
@@ -106,7 +101,8 @@ def fit(
     Raises:
         DivergedError: the mean loss of an epoch is not finite.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=weight_decay)
+    epochs, batch, warmup = options["epochs"], options["batch"], options.get("warmup", 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options["rate"], weight_decay=options["weight_decay"])
     steps = epochs * math.ceil(count / batch)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / (warmup + 1)) * (1 + math.cos(math.pi * step / steps)) / 2

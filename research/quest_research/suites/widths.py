@@ -29,7 +29,6 @@ def run(cell: Cell, progress: Progress) -> Result:
     Args:
         cell: `task` is "D=" and the features of a head; `data` a folder with input.txt, of which the last tenth is held
             out, or None for Python's documentation topics.
-        progress: called after each learning rate.
 
     Returns:
         Metrics ``bits`` per character of the test, at the rate that is best in validation, ``bits/lr=R`` at each rate,
@@ -60,10 +59,7 @@ def run(cell: Cell, progress: Progress) -> Result:
                 model,
                 lambda picked, model=model: loss(model, (train[0][picked], train[1][picked])),  # type: ignore[misc]
                 len(train[0]),
-                epochs=1,
-                batch=options["batch"],
-                rate=rate,
-                weight_decay=options["weight_decay"],
+                {**options, "epochs": 1, "rate": rate},
                 measure=lambda model=model: {"validation": bits(model, validation)},  # type: ignore[misc]
                 progress=part(progress, place, options["rates"]),
             )
