@@ -175,11 +175,23 @@ def start() -> str:
     return "\n".join(lines)
 
 
+def claims() -> str:
+    """What papers say, what we measured, and what would settle it."""
+    lines = ["| claim | paper | our model | seeds | ours (95 % interval) | what settles it |", "|---|---|---|--:|--:|---|"]
+    for entry in evidence("claims"):
+        found = row(entry, entry.get("attention", "quest"), entry.get("minus", "standard"))
+        seeds = found.finished if found else 0
+        ours = f"[{entry['model']}]({SITE}/{entry['report']}/report/) | {seeds} | {effect(found)}"
+        lines.append(f"| {entry['claim']} | {entry['paper']} | {ours} | {entry['settles']} |")
+    return "\n".join(lines)
+
+
 TABLES = {"support": support, "mechanisms": formulas, "transforms": transforms}
-TABLES |= {"zoo": lambda: formulas(zoo()), "readme": readme, "choosing": choosing, "start": start}
+TABLES |= {"zoo": lambda: formulas(zoo()), "readme": readme, "choosing": choosing, "start": start, "claims": claims}
 PLACES = {
     ROOT / "README.md": ("readme",),
     ROOT / "docs" / "choosing.md": ("choosing",),
+    ROOT / "docs" / "claims.md": ("claims",),
     ROOT / "docs" / "start.md": ("start",),
     ROOT / "docs" / "mechanisms.md": ("mechanisms", "support"),
     ROOT / "docs" / "transforms.md": ("transforms",),
