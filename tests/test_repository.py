@@ -353,7 +353,7 @@ def test_plugins_are_tested_with_what_the_core_is_tested_with() -> None:
 
 DRAWING = """
 import random
-import numpy, torch
+import numpy, pytest, torch
 from hypothesis import given, settings, strategies
 torch.set_num_threads(2)
 @settings(max_examples=5, derandomize=False)
@@ -365,15 +365,18 @@ def test_threads():
     torch.set_num_threads(2)
 def test_the_next_ones(): assert torch.get_num_threads() == 1
 def test_failing(): raise AssertionError
+@pytest.mark.parametrize("case", range(100))
+@pytest.mark.drawn(2)
+def test_some(case): print("drawn", case)
 """
 
 
 @pytest.mark.slow
 def test_every_run_draws_anew_and_says_what_repeats_it(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(DRAWING)
-    runs = [run_pytest(tmp_path, "-s", QUEST_TEST_SEED=seed).stdout for seed in ("", "", "7", "7")]
+    runs = [run_pytest(tmp_path, "-s", "-m", "not slow", QUEST_TEST_SEED=seed).stdout for seed in ("", "", "7", "7")]
     drawn = [re.findall(r"drawn .*", run) for run in runs]
-    assert all("4 passed" in run and "1 failed" in run for run in runs), runs[0]
+    assert all("6 passed" in run and "1 failed" in run for run in runs), runs[0]
     assert drawn[0] != drawn[1]
     assert drawn[2] == drawn[3]
     assert runs[2].count("QUEST_TEST_SEED=7 repeats") == 2
