@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
@@ -30,6 +31,21 @@ def clean_environment(**extra: str) -> dict[str, str]:
     """
     dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
     return {k: v for k, v in os.environ.items() if k not in dropped} | {"PYTHONNOUSERSITE": "1"} | extra
+
+
+def python(*arguments: str, cwd: Path, path: Sequence[Path] = ()) -> tuple[str, str]:
+    """Run the Python of this process in a new one, which must succeed; return its output and its errors.
+
+    Args:
+        path: folders before those of this process's sys.path.
+    """
+    folders = os.pathsep.join([*map(str, path), *filter(None, sys.path)])
+    variables = {**os.environ, "PYTHONPATH": folders, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
+    return done.stdout, done.stderr
 
 
 def run(command: Sequence[str | Path], log: Path | None = None, env: Mapping[str, str] | None = None) -> int:

@@ -32,7 +32,6 @@ SEQ2SEQ = {
 
 CONFIGS = {
     "bert": lambda: hf.BertConfig(**BERT),
-    "roberta": lambda: hf.RobertaConfig(**BERT),
     "vit": lambda: hf.ViTConfig(
         **{k: v for k, v in BERT.items() if k not in ("vocab_size", "max_position_embeddings")},
         image_size=8,
@@ -41,7 +40,6 @@ CONFIGS = {
     ),
     "gpt2": lambda: hf.GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=64),
     "llama": lambda: hf.LlamaConfig(**LLAMA),
-    "qwen2": lambda: hf.Qwen2Config(**LLAMA),
     "qwen3": lambda: hf.Qwen3Config(**LLAMA, head_dim=16),
     "mistral": lambda: hf.MistralConfig(**LLAMA, sliding_window=4),
     "bart": lambda: hf.BartConfig(**SEQ2SEQ),
@@ -54,13 +52,12 @@ if not any(is_attention(module) for module in hf.T5Model(CONFIGS["t5"]()).module
 SITES = {"bart": 6, "t5": 6}
 CLASSES = {
     "bert": hf.AutoModelForMaskedLM,
-    "roberta": hf.AutoModelForMaskedLM,
     "vit": hf.AutoModelForImageClassification,
     "bart": hf.AutoModelForSeq2SeqLM,
     "t5": hf.AutoModelForSeq2SeqLM,
 }
 SEQ2SEQ_MODELS = tuple(name for name in ("bart", "t5") if name in CONFIGS)
-CAUSAL = ("gpt2", "llama", "qwen2", "qwen3", "mistral")
+CAUSAL = ("gpt2", "llama", "qwen3", "mistral")
 
 
 def build(name, seed=0, attention=None, **options):

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 import transformers as hf
-from models import CAUSAL, CONFIGS, SEQ2SEQ_MODELS, build, inputs
+from models import CONFIGS, SEQ2SEQ_MODELS, build, inputs
 
 import quest_core
 from quest_core.errors import UnsupportedError
@@ -57,7 +57,7 @@ def normalized(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static", "without config"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("name", ["gpt2", "mistral"])
 def test_each_key_is_normalized_once(name, kind, normalized):
     model = build(name, attention="quest").eval()
     cache = cache_of(kind, model)
@@ -122,7 +122,7 @@ def test_what_is_done_to_a_cache_is_done_to_its_unit_keys(name, change, kind, no
     torch.testing.assert_close(got, whole(model, ids)[:, start:], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [*CAUSAL, *SEQ2SEQ_MODELS])
+@pytest.mark.parametrize("name", ["mistral", *SEQ2SEQ_MODELS])
 def test_the_cache_of_a_stock_model_is_normalized_in_each_step(name):
     stock, model, plain = build(name).eval(), build(name, attention="quest").eval(), build(name, attention="quest")
     plain.load_state_dict(model.state_dict())
@@ -142,11 +142,11 @@ def test_the_cache_of_a_stock_model_is_normalized_in_each_step(name):
             torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("other", [None, "standard", "qnorm"])
+@pytest.mark.parametrize("other", [None, "qnorm"])
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        *((name, kind) for name in ("gpt2", "mistral") for kind in ("dynamic", "static")),
+        *(("mistral", kind) for kind in ("dynamic", "static")),
         *((n, None) for n in SEQ2SEQ_MODELS),
     ],
 )

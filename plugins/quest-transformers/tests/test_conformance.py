@@ -51,10 +51,6 @@ class TestBert(Padded):
     refused = ("linear",)  # the model has dropout, and linear attention has no weights to drop
 
 
-class TestRoberta(Padded):
-    refused = ("linear",)
-
-
 class TestVit(Model):
     refused = ("linear",)
     if not all(regroups(m) for m in build("vit").modules() if is_attention(m)):  # an older transformers
@@ -75,16 +71,13 @@ class TestLlama(Causal):
     pass
 
 
-class TestQwen2(Causal):
-    pass
-
-
 class TestQwen3(Causal):
+    variant = True
     calibrates = False  # it normalizes queries after their projection
 
 
 class TestMistral(Causal):
-    pass
+    variant = True
 
 
 class TestBart(Causal):

@@ -10,7 +10,7 @@ import quest_transformers
 from quest_core.errors import UnsupportedError
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "mistral", "bart", "vit"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bart", "vit"])
 def test_a_converted_model_is_nearer_to_what_it_was(name, tmp_path):
     model = build(name)
     with torch.no_grad():  # logits far from 0, where attention matters

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import warnings
 
@@ -27,7 +26,7 @@ def logits(model, arguments):
     return model(**arguments).logits
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", *SEQ2SEQ_MODELS])
 def test_every_door_builds_the_same_model(name, capsys):
     config = CONFIGS[name]()
     kind = CLASSES.get(name, hf.AutoModelForCausalLM)
@@ -50,16 +49,14 @@ def test_every_door_builds_the_same_model(name, capsys):
         assert [str(mechanism.config) for mechanism in mechanisms(model)] == ["quest"] * SITES.get(name, 2)
         assert len(model.attention_report.replacements) == SITES.get(name, 2)
         torch.testing.assert_close(logits(model, arguments), logits(one, arguments))
-    if name != "qwen3":  # its keys have norm √D, so its standard attention is nearly quest until its norms are trained
-        assert not torch.allclose(logits(one, arguments), logits(build(name).eval(), arguments), atol=1e-5)
+    assert not torch.allclose(logits(one, arguments), logits(build(name).eval(), arguments), atol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_standard_equals_the_host(name, implementation, padded):
+def test_standard_equals_the_host(name, implementation):
     """Bit for bit, in outputs and gradients, of real tokens."""
-    arguments = inputs(name, padded)
+    arguments = inputs(name, padded=True)
     results = []
     for attention in (None, "standard"):
         model = build(name, attn_implementation=implementation)
@@ -67,7 +64,7 @@ def test_standard_equals_the_host(name, implementation, padded):
             model.set_attn_implementation(attention)
         model.eval()
         out = logits(model, arguments)
-        if padded and name in CAUSAL:
+        if name in CAUSAL:
             out = out[arguments["attention_mask"].bool()]
         out.square().sum().backward()
         results.append((out, {n: p.grad for n, p in model.named_parameters()}))
@@ -82,7 +79,7 @@ def test_standard_equals_the_host(name, implementation, padded):
 
 
 @pytest.mark.parametrize(
-    ("name", "attention"), zip(CONFIGS, itertools.cycle(["quest", "qknorm", "qknorm-hs+sigmoid"]), strict=False)
+    ("name", "attention"), [("vit", "quest"), ("gpt2", "qknorm"), ("mistral", "qknorm-hs+sigmoid"), ("bart", "qknorm")]
 )
 def test_save_and_load(name, attention, tmp_path):
     model = build(name, attention=attention).eval()
@@ -392,10 +389,11 @@ GENERATED = ("standard", "quest", "qknorm-hs", "quest+sigmoid", "elliptical-ques
 
 @pytest.mark.parametrize(
     ("name", "way", "attention"),
-    [  # every pair
+    [
         (name, [*GENERATE][(i + j) % len(GENERATE)], attention)
         for i, name in enumerate((*CAUSAL, *SEQ2SEQ_MODELS))
         for j, attention in enumerate(GENERATED)
+        if (i + j) % 2 == 0 or attention == "quest"
     ],
 )
 def test_generation_with_a_cache_equals_generation_without(name, way, attention):

@@ -17,27 +17,12 @@ DEFAULTS = {option["name"]: option["default"] for option in SUITE["options"]}
 
 
 @pytest.mark.parametrize("task", SUITE["tasks"])
-def test_a_run_is_reproducible(task, tmp_path):
-    cell = Cell("transformers/bytes-lm", task, "quest", 0, True, None, {**DEFAULTS, "width": 16}, tmp_path)
-    one, two = (run_bytes_lm(cell, lambda *_: None) for _ in range(2))
-    assert one == two
-    assert math.isfinite(one.metrics["perplexity"])
-    assert one.details["injected"].startswith("attention=quest in 4 modules")
-
-
-@pytest.mark.slow
-def test_a_users_import_loads_no_benchmark_code(fresh_python, tmp_path):
-    printed = fresh_python(
-        "import sys, quest_transformers\nprint([n for n in sys.modules if n.startswith('quest_suites.transformers')])",
-        tmp_path,
-    )
-    assert printed == "[]\n"
-
-
-def test_a_stopped_cell_continues(tmp_path, monkeypatch):
+def test_a_stopped_cell_continues(task, tmp_path, monkeypatch):
     monkeypatch.setattr("quest_suites.contract.SAVE_STEPS", 1)
-    cell = Cell("transformers/bytes-lm", "llama", "quest", 0, True, None, {**DEFAULTS, "width": 16}, tmp_path)
-    check_resume(run_bytes_lm, cell, tmp_path, 0.3)
+    cell = Cell("transformers/bytes-lm", task, "quest", 0, True, None, {**DEFAULTS, "width": 16}, tmp_path)
+    found = check_resume(run_bytes_lm, cell, tmp_path, 0.3)
+    assert math.isfinite(found.metrics["perplexity"])
+    assert found.details["injected"].startswith("attention=quest in 4 modules")
 
 
 class TestSuites(HostSuites):

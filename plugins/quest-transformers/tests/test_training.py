@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-
-import peft
 import pytest
 import torch
 import transformers as hf
 from models import CAUSAL, CONFIGS, build, inputs
 
 import quest_core
-from quest_core import AttentionMismatchWarning, CheckpointError, InjectionError, Mechanism
+from quest_core import CheckpointError, InjectionError
 from quest_core.errors import InputError, UnsupportedError
 from quest_transformers import TransformersAdapter
 
@@ -44,11 +41,10 @@ def losses(made):
     return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_standard_trains_as_the_host_does(name, tmp_path):
+def test_standard_trains_as_the_host_does(tmp_path):
     found = []
     for attention in (None, "standard"):
-        made = trainer(build(name, attention=attention), tmp_path / str(attention), seed=3, save_strategy="no")
+        made = trainer(build("gpt2", attention=attention), tmp_path / str(attention), seed=3, save_strategy="no")
         made.train()
         found.append(losses(made))
     assert found[1] == pytest.approx(found[0], rel=1e-5)
@@ -69,41 +65,6 @@ def test_trainer_with_gradient_checkpointing_and_resume(attention, tmp_path):
         other = trainer(build("gpt2", attention="sigmoid"), tmp_path / "other", seed=3)
         with pytest.raises(CheckpointError, match="trained with attention 'qknorm'"):
             other.train(resume_from_checkpoint=str(tmp_path / "checked" / "checkpoint-2"))
-
-
-@pytest.mark.parametrize("name", ["bert", "llama"])
-def test_peft_on_top(name, tmp_path):
-    base = build(name, attention="quest").eval()
-    base.save_pretrained(tmp_path / "base")
-    targets = ["query", "value"] if name == "bert" else ["q_proj", "v_proj"]
-    tuned = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)).eval()
-    arguments = inputs(name)
-    want = tuned(**arguments).logits
-    assert {type(m).__name__ for m in tuned.modules() if isinstance(m, Mechanism)} == {"Mechanism"}
-    tuned.save_pretrained(tmp_path / "tuned")
-    again = type(base).from_pretrained(tmp_path / "base")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AttentionMismatchWarning)  # adapters say nothing of the attention
-        again = peft.PeftModel.from_pretrained(again, tmp_path / "tuned").eval()
-    torch.testing.assert_close(again(**arguments).logits, want)
-    torch.testing.assert_close(tuned.merge_and_unload()(**arguments).logits, want, rtol=1e-4, atol=1e-5)
-
-
-def test_peft_trains_what_a_mechanism_learns(tmp_path):
-    model = build("llama", attention="qknorm")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["mechanism"])
-    tuned = peft.get_peft_model(model, config)
-    arguments = inputs("llama")
-    tuned(**arguments).logits.square().sum().backward()
-    learned = [p for name, p in tuned.named_parameters() if "modules_to_save" in name]
-    assert len(learned) == 4
-    assert all(p.grad is not None for p in learned)
-    with torch.no_grad():
-        for parameter in learned:
-            parameter.add_(0.1)
-    tuned.save_pretrained(tmp_path)
-    again = peft.PeftModel.from_pretrained(build("llama", attention="qknorm"), tmp_path)
-    torch.testing.assert_close(again.eval()(**arguments).logits, tuned.eval()(**arguments).logits)
 
 
 @pytest.mark.slow
@@ -128,17 +89,6 @@ def test_weights_are_returned_on_request(name):
     got, want = (m(**arguments, output_attentions=True)[kind] for m in (model, host))
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-def test_half_precision_and_autocast():
-    for name in ("bert", "llama"):
-        model = build(name, attention="quest").eval()
-        arguments = inputs(name, padded=True)
-        want = model(**arguments).logits
-        with torch.autocast("cpu", torch.bfloat16):
-            torch.testing.assert_close(model(**arguments).logits.float(), want, rtol=0.1, atol=0.1)
-        low = model.to(torch.bfloat16)(**arguments).logits.float()
-        torch.testing.assert_close(low, want, rtol=0.1, atol=0.1)
 
 
 def test_tied_weights_stay_tied(tmp_path):
@@ -179,7 +129,7 @@ def test_the_implementation_cannot_be_changed_behind_the_mechanisms():
 
 def test_flash_masks_are_refused():
     model = build("bert", attention="quest+sigmoid").eval()
-    model.config._attn_implementation_internal = "flex_attention"
+    model.config._attn_implementation_internal = "flash_attention_2"
     with pytest.raises(InputError, match="a mask of another implementation"):
         model(**inputs("bert", padded=True))
 
@@ -190,7 +140,7 @@ def test_a_model_without_attention_is_refused():
         hf.AutoModel.from_config(config, attn_implementation="quest")
 
 
-@pytest.mark.parametrize("attention", ["cosine", "aft-simple", "aft-full(max_length=32)"])
+@pytest.mark.parametrize("attention", ["cosine", "aft-full(max_length=32)"])
 def test_families_decode_with_a_dynamic_cache(attention):
     config = hf.GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0.0)
     torch.manual_seed(0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,26 +15,6 @@ except ModuleNotFoundError:
     import quest_tsai_environment  # noqa: F401
 
 import numpy as np  # noqa: E402
-
-
-@pytest.fixture
-def fresh_python():
-    """Run a script in a new interpreter and return its output; its failure fails the test."""
-
-    def run(script: str, cwd: Path) -> str:
-        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ENVIRONMENT)]))
-        done = subprocess.run(
-            [sys.executable, "-c", "import quest_tsai_environment\n" + script],
-            cwd=cwd,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout
-
-    return run
 
 
 @pytest.fixture(scope="session")
