@@ -7,6 +7,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+from conftest import ENVIRONMENT
 from fastai.callback.tracker import SaveModelCallback
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tsai.basics import TSClassification, TSClassifier, load_all, load_learner
@@ -14,6 +15,7 @@ from tsai.callback.MVP import MVP
 
 import quest_tsai  # noqa: F401  # tsai accepts attention= from here on
 from devtools import matrix
+from devtools.running import python
 from quest_core.checkpoints import ENTRY
 
 WEIGHT = "backbone.encoder.layers.1.self_attn.W_Q.weight"
@@ -121,6 +123,7 @@ def test_key_heads_of_the_host_are_pooled(loader, folder):
 
 
 ALONE = """
+import quest_tsai_environment
 import logging, sys, warnings
 import numpy as np
 from tsai.basics import TSClassification, TSClassifier, load_learner
@@ -149,14 +152,15 @@ print(model.attention_report)
 """.replace("ENTRY", ENTRY)
 
 
-def test_a_process_that_does_not_import_the_plugin(folder, fresh_python):
+@pytest.mark.slow
+def test_a_process_that_does_not_import_the_plugin(folder):
     """Strict loading names the key, other loading is silent, an exported learner imports the plugin.
 
     tsai and fastai keep no log of their own, so reports and warnings are in the one on the root logger.
     """
     np.save(folder / "x.npy", SERIES[:4])
     np.save(folder / "wanted.npy", load_learner(folder / "quest.pkl").get_X_preds(SERIES[:4].copy())[0].numpy())
-    printed = fresh_python(ALONE, folder).splitlines()
+    printed = python("-c", ALONE, cwd=folder, path=[ENVIRONMENT])[0].splitlines()
     assert printed[:3] == ["True", "True", "silent"]
     assert len([line for line in printed if "attention=quest in 2 modules" in line]) == 2
     log = [line for line in (folder / "train.log").read_text().splitlines() if "quest_core" in line]

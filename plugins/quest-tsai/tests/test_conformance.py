@@ -49,13 +49,10 @@ class TestTSTPlus(Masked):
         return TSTPlus(3, 5, 12, attn_dropout=0.1, **SMALL)
 
 
-class TestTSTPlusWithoutScores(Masked):
-    def make_model(self):
-        return TSTPlus(3, 5, 12, res_attention=False, **SMALL)
-
-
 class TestTSTPlusDropout(Masked):
     """No scores passed on, dropout on the weights: the masks must come from tsai's own stream."""
+
+    variant = True
 
     def make_model(self):
         return TSTPlus(3, 5, 12, res_attention=False, attn_dropout=0.3, **SMALL)
@@ -64,22 +61,29 @@ class TestTSTPlusDropout(Masked):
 class TestTSTPlusOddHeads(Series):
     """d_k differs from d_model / n_heads: tsai's factor still follows the width."""
 
+    variant = True
+
     def make_model(self):
         return TSTPlus(3, 5, 12, d_k=6, d_v=3, **SMALL)
 
 
 class TestTSTPlusAttentionMask(Series):
+    variant = True
+
     def make_model(self):
         far = (torch.arange(12)[:, None] - torch.arange(12)).abs() > 3
         return TSTPlus(3, 5, 12, attn_mask=far, **SMALL)
 
 
 class TestTSTPlusAdditiveMask(Series):
+    variant = True
+
     def make_model(self):
         return TSTPlus(3, 5, 12, attn_mask=torch.linspace(-2, 1, 144).view(12, 12), **SMALL)
 
 
 class TestMultiTSTPlus(Series):
+    variant = True
     sites = 4
 
     def make_model(self):
@@ -102,6 +106,7 @@ class TestPatchTST(Series):
 
 
 class TestPatchTSTDecomposed(Series):
+    variant = True
     sites = 4
 
     def make_model(self):
@@ -125,6 +130,7 @@ class TestConvTran(Series):
 
 
 class TestConvTranVector(Series):
+    variant = True
     sites = 1
 
     def make_model(self):
@@ -132,6 +138,7 @@ class TestConvTranVector(Series):
 
 
 class TestConvTranPlain(Series):
+    variant = True
     sites = 1
 
     def make_model(self):
@@ -150,6 +157,7 @@ class TestRNNAttention(Recurrent):
 
 
 class TestLSTMAttentionPlus(Recurrent):
+    variant = True
     kind = LSTMAttentionPlus
 
 
@@ -177,6 +185,8 @@ class TestTabFusionTransformer(TestTabTransformer):
 
 
 class TestTSTabFusionTransformer(Tabular):
+    variant = True
+
     def make_model(self):
         return TSTabFusionTransformer(3, 5, 12, CLASSES, ["weight"], d_model=16, n_layers=2, n_heads=4)
 

@@ -12,6 +12,7 @@ import tsai.basics
 import tsai.learner
 import tsai.models.utils
 import tsai.tslearner
+from conftest import ENVIRONMENT
 from tsai.basics import TSClassification, TSClassifier, TSForecaster, TSRegressor, get_ts_dls, ts_learner
 from tsai.callback import MVP
 from tsai.learner import all_arch_names, get_arch
@@ -20,6 +21,7 @@ from tsai.models.TSTPlus import TSTPlus
 
 import quest_core
 import quest_tsai
+from devtools.running import python
 from devtools.wrong import WRONG as COMMON
 from quest_core import ConfigError, UnsupportedError
 from quest_tsai import surfaces
@@ -166,11 +168,11 @@ def test_signatures_stay():
 
 
 @pytest.mark.slow
-def test_either_order_of_imports(tmp_path, fresh_python):
+def test_either_order_of_imports(tmp_path):
     build = "print(len([m for m in TSTPlus(3, 5, 12, attention='quest').modules() if 'Mechanism' in type(m).__name__]))"
     for imports in ("from tsai.basics import *\nimport quest_tsai", "import quest_tsai\nfrom tsai.basics import *"):
-        script = f"{imports}\nfrom tsai.models.TSTPlus import TSTPlus\n{build}"
-        assert fresh_python(script, tmp_path).split()[-1] == "3"
+        script = f"import quest_tsai_environment\n{imports}\nfrom tsai.models.TSTPlus import TSTPlus\n{build}"
+        assert python("-c", script, cwd=tmp_path, path=[ENVIRONMENT])[0].split()[-1] == "3"
 
 
 def test_every_copy_of_a_function_is_wrapped():

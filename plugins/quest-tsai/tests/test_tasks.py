@@ -29,29 +29,21 @@ def cell(tmp_path, task="BasicMotions", attention="quest", seed=0, data=None, **
 
 
 @pytest.mark.parametrize("architecture", ["paper", "TSTPlus"])
-def test_a_run_is_reproducible_and_says_what_it_did(tmp_path, architecture):
+def test_a_run_says_what_it_did(tmp_path, architecture, capfd):
     reported = []
-    given = (cell(tmp_path, "JapaneseVowels", architecture=architecture) for _ in range(2))
-    one, two = (run_uea(chosen, lambda done, text: reported.append((done, text))) for chosen in given)
-    assert one.series == two.series
-    assert [done for done, _ in reported] == [0.5, 1.0] * 2
+    given = cell(tmp_path, "JapaneseVowels", architecture=architecture)
+    one = run_uea(given, lambda done, text: reported.append((done, text)))
+    assert capfd.readouterr().out == ""
+    assert [done for done, _ in reported] == [0.5, 1.0]
     chosen_epoch = last_best(one.series["validation"])
     assert one.details["reported_epoch"] == chosen_epoch + 1
     assert one.metrics["accuracy"] == one.series["accuracy"][chosen_epoch]
     assert all(math.isfinite(v) for values in one.series.values() for v in values)
     assert one.details["injected"].startswith("attention=quest in 1 module")
     assert "validation split" in one.details["protocol"]
-    assert run_uea(cell(tmp_path, "JapaneseVowels", "standard", architecture=architecture), print).series != one.series
-
-
-def test_nothing_but_progress_is_printed(tmp_path, capfd):
-    run_uea(cell(tmp_path), lambda done, text: None)
-    assert capfd.readouterr().out == ""
-
-
-def test_parameter_free_mechanisms_start_alike(tmp_path):
-    first = [run_uea(cell(tmp_path, attention=a, lr=0.0), lambda *_: None) for a in ("standard", "quest")]
-    assert first[0].details["parameters"] == first[1].details["parameters"]
+    standard = run_uea(cell(tmp_path, "JapaneseVowels", "standard", architecture=architecture), print)
+    assert standard.series != one.series
+    assert standard.details["parameters"] == one.details["parameters"]
 
 
 def test_patience(tmp_path):
@@ -80,7 +72,7 @@ def test_padding_and_scaling(tmp_path):
     assert abs(of_training.std() - 1) < 1e-2
 
 
-@pytest.mark.parametrize("series", [40, 74, 100, 127, 250])
+@pytest.mark.parametrize("series", [40, 127, 250])
 def test_the_whole_test_split_is_evaluated(series):
     """tsai's own slices wrap around for some sizes; see evaluation_batch."""
     x, y = np.zeros((10 + series, 1, 2), np.float32), np.arange(10 + series) % 2
@@ -107,10 +99,9 @@ def test_data_that_is_not_there(tmp_path):
         run_uea(cell(tmp_path, heads=3), print)
 
 
-@pytest.mark.parametrize("nested", [True, False])
-def test_own_data(tmp_path, nested):
-    folder = tmp_path / "Mine" if nested else tmp_path
-    folder.mkdir(exist_ok=True)
+def test_own_data(tmp_path):
+    folder = tmp_path / "Mine"
+    folder.mkdir()
     for split in ("TRAIN", "TEST"):
         lines = ["@problemName Mine", "@timeStamps false", "@missing false", "@univariate false", "@dimensions 2"]
         lines += ["@equalLength true", "@seriesLength 4", "@classLabel true a b", "@data"]
