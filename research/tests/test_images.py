@@ -27,10 +27,13 @@ def test_a_cell_measures(data: Path, attention: str) -> None:
 def test_digits_come_with_scikit_learn_and_show_the_largest_logit() -> None:
     result = run(cell("images/digits", "lr=0.03"))
     assert result.series["max_logit"][-1] == pytest.approx(result.metrics["max_logit"])
-    (training, _), (test, labels) = images.digits()
-    assert training(torch.arange(1200)).shape == (1200, 1, 8, 8)
-    assert len(labels) == 597
-    assert 0 <= test(torch.arange(597)).min() <= test(torch.arange(597)).max() <= 1
+    from sklearn.datasets import load_digits
+
+    found, splits = load_digits(), images.digits()
+    theirs = torch.from_numpy(found.images).float()[:, None] / 16
+    assert torch.equal(torch.cat([source(slice(None)) for source, _ in splits]), theirs)
+    assert torch.cat([labels for _, labels in splits]).tolist() == found.target.tolist()
+    assert len(splits[1][1]) == 597
 
 
 def test_the_start_survives_the_initialization_of_the_model(data: Path) -> None:
