@@ -55,6 +55,7 @@ class TestVisionTransformer(Images):
 class TestVisionTransformerWithEverything(Images):
     """Norms of queries and keys, layer scale, register tokens, pooled output."""
 
+    variant = True
     calibrates = False  # the norm of the queries would undo it
 
     def make_model(self):
@@ -69,6 +70,7 @@ class TestEva(Images):
 
 
 class TestEvaSeparate(Images):
+    variant = True
     refused = ("aft-simple",)  # its queries do not meet keys, where rotary positions act
 
     def make_model(self):
@@ -88,6 +90,7 @@ class TestBeit(Images):
 
 
 class TestBeitSharedBias(Images):
+    variant = True
     refused = ("linear",)
 
     def make_model(self):
@@ -122,6 +125,7 @@ class TestCrossVit(Images):
 class TestNativeGroups(Images):
     """Key heads that timm shares itself stay as they are."""
 
+    variant = True
     refused = ("quest+gqa(kv_heads=1)",)
     calibrates = False
     test_a_host_checkpoint_loads_into_fewer_key_heads = None

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TORCHVISION = "operator torchvision::nms does not exist"
 OF_ANOTHER_BUILD = "import torch; torch.library.register_fake('torchvision::nms')(print)"  # as torchvision does
 
@@ -21,6 +23,7 @@ def doctor(folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_torchvision_of_another_build(tmp_path: Path) -> None:
     (tmp_path / "quest_timm_environment.py").touch()  # no shim, as in a user's environment
     (tmp_path / "torchvision.py").write_text(OF_ANOTHER_BUILD)

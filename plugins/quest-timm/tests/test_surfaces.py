@@ -181,7 +181,15 @@ WRITTEN_OUT = {
 """Models whose attention only a run of them finds, with the number of its modules."""
 
 
-@pytest.mark.parametrize(("name", "count"), WRITTEN_OUT.items())
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        pytest.param(
+            *row, marks=[pytest.mark.slow] * (row[0] in ("efficientvit_m0", "hiera_tiny_224", "tiny_vit_5m_224"))
+        )
+        for row in WRITTEN_OUT.items()
+    ],
+)
 def test_attention_that_only_a_run_finds_is_replaced(name, count):
     """The plugin runs the model on images of its own; weights and random numbers are those of the stock model."""
     made = []
