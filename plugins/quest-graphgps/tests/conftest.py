@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -38,22 +35,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not ROOT:
         terminalreporter.section("NOT RUN", red=True)
         terminalreporter.line(f"{NOT_RUN}. These tests ran PyTorch Geometric with the plugin's own GPS model.")
-
-
-@pytest.fixture
-def python():
-    """Return a function that runs Python in a new process, checks that it succeeds, and returns what it printed."""
-
-    def run(*arguments: str, cwd: Path) -> str:
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=cwd,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, f"{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
-        return done.stdout + done.stderr
-
-    return run

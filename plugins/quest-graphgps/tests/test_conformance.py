@@ -41,12 +41,14 @@ class TestGPSConv(Conv):
 class TestGPSConvRagged(Conv):
     """Batches that are packed in evaluation, and for all but `standard` in training."""
 
+    variant = True
     sizes = RAGGED
 
 
 class TestGPSConvRaggedWithoutDropout(Conv):
     """Always packed. Without dropout, linear attention and its relatives are possible."""
 
+    variant = True
     sizes = RAGGED
     compiles = False
     dropout = 0.0
@@ -70,19 +72,10 @@ class TestTransformerConv(Graphs):
         return conv_inputs(self.sizes)
 
 
-class Gym(Graphs):
+class TestGraphGym(Graphs):
     def make_model(self):
         configure()
         return GymModel()
 
     def make_inputs(self):
         return gym_inputs(self.sizes)
-
-
-class TestGraphGym(Gym):
-    pass
-
-
-class TestGraphGymRagged(Gym):
-    sizes = RAGGED
-    compiles = False

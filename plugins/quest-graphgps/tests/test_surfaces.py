@@ -21,6 +21,7 @@ from torch_geometric.graphgym.model_builder import create_model
 from torch_geometric.nn import GPSConv
 
 import quest_core
+from devtools.running import python
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
 from quest_graphgps.attention import GraphAttention
 from quest_graphgps.graphgym import requested
@@ -348,7 +349,7 @@ EXAMPLE = MAIN.with_name("pattern.yaml")
 
 
 @pytest.mark.slow
-def test_the_example_trains_from_yaml_and_command_line_and_standard_prints_stocks_losses(python, tmp_path) -> None:
+def test_the_example_trains_from_yaml_and_command_line_and_standard_prints_stocks_losses(tmp_path) -> None:
     python("-m", "quest_suites.graphgps.data", "PATTERN", "--graphs", "8", "4", "4", cwd=tmp_path)
     printed = {}
     for name, opts in {
@@ -356,7 +357,8 @@ def test_the_example_trains_from_yaml_and_command_line_and_standard_prints_stock
         "standard": ("gt.attention", "standard"),
         "stock": ("gt.attention", "None"),
     }.items():
-        text = python("-W", "ignore", str(MAIN), "--cfg", str(EXAMPLE), "optim.max_epoch", "2", *opts, cwd=tmp_path)
+        given = ("--cfg", str(EXAMPLE), "optim.max_epoch", "2", *opts)
+        text = "".join(python("-W", "ignore", str(MAIN), *given, cwd=tmp_path))
         printed[name] = [
             re.sub(r"'(time|eta)\w*': [^,}]+", "", line) for line in losses(text) if line.startswith("train")
         ]
@@ -391,12 +393,13 @@ for attention in sys.argv[1:]:
 """
 
 
-def test_plain_graphgym_takes_any_network_and_names_the_run_after_its_attention(python, tmp_path) -> None:
+@pytest.mark.slow
+def test_plain_graphgym_takes_any_network_and_names_the_run_after_its_attention(tmp_path) -> None:
     """Without a key of GraphGPS, with PyTorch Geometric's own loading; one run does not delete another's results."""
     (tmp_path / "own.py").write_text(PLAIN)
     (tmp_path / "own.yaml").write_text("model: {type: own}\naccelerator: cpu\n")
     attentions = ("None", "quest", "quest(init=2,scale=0.5)")
-    said = python("-W", "ignore", "-m", "quest_graphgps", "own.py", *attentions, cwd=tmp_path)
+    said, _ = python("-W", "ignore", "-m", "quest_graphgps", "own.py", *attentions, cwd=tmp_path)
     assert re.findall("^(?:True|False)$", said, re.MULTILINE) == ["False", "True", "True"]
     runs = sorted(path.parent.name for path in (tmp_path / "results").glob("*/config.yaml"))
     assert runs == ["own", "own-quest", "own-quest-init=2.0-scale=0.5"]
@@ -451,10 +454,10 @@ if __name__ == "__main__":
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_processes_that_lightning_starts_train_the_same_model(python, tmp_path) -> None:
+def test_processes_that_lightning_starts_train_the_same_model(tmp_path) -> None:
     """Lightning runs the script again for every further process; the script does not import the plugin."""
     (tmp_path / "own.py").write_text(OWN)
-    text = python("-W", "ignore", "-m", "quest_graphgps", "own.py", cwd=tmp_path)
+    text = "".join(python("-W", "ignore", "-m", "quest_graphgps", "own.py", cwd=tmp_path))
     # Two processes write into one pipe, so a line may begin in the middle of another.
     ranks = dict(re.findall(r"(rank \d of 2): (\S+ -?\d+\.\d{9})", text))
     assert sorted(ranks) == ["rank 0 of 2", "rank 1 of 2"], text
