@@ -78,7 +78,9 @@ def test_shipped_configs_keep_the_images_of_an_iteration(
 EXAMPLE = HERE.parents[3] / "examples" / "mmseg" / "segmenter_quest.py"
 
 
-@pytest.mark.parametrize("path", [CONFIGS / "segmenter_laptop_scenes-64x64.py", SHIPPED[-1], EXAMPLE], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [CONFIGS / "segmenter_laptop_scenes-64x64.py", SHIPPED[-1], EXAMPLE], ids=lambda path: path.stem
+)
 def test_the_commented_start_builds(path: Path, tmp_path: Path) -> None:
     register_all_modules()
     for base in CONFIGS.glob("*.py"):  # a config's _base_ is its neighbour
