@@ -20,48 +20,42 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quest_bench.cli import execute, exit_code, expanded
+from quest_bench.cli import app_main, exit_code, expanded
 from quest_bench.groups import Group, join, mean, number, read_groups
-from quest_bench.plan import Plan, catalogue, parse_seeds, parse_settings, select
+from quest_bench.plan import parse_seeds
 from quest_bench.report import write_report
-from quest_bench.run import Runner
-from quest_bench.worker import cores
 
 SUITE = "images/digits"
 ATTENTIONS = ["standard", "quest"]
 BAR = 20
 """Characters of a bar of 100 %."""
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console(highlight=False)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def demo(
+    context: typer.Context,
     out: Annotated[Path, typer.Option(parser=expanded, metavar="DIR", help="Where results and report go.")] = Path(
         "runs/demo"
     ),
-    jobs: Annotated[int | None, typer.Option(min=1, help="Cells at a time; without it, as many as cores.")] = None,
     seeds: Annotated[str, typer.Option(help="Seeds: 0-4 or 0,3,7.")] = "0-7",
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="An option of the suite; repeatable.")
-    ] = None,
 ) -> None:
-    """Run the demonstration and write its report. The same command again resumes."""
-    available = catalogue()
-    suite, tasks = select(available, SUITE)
-    plan = Plan(suite, tasks, ATTENTIONS, parse_seeds(seeds), parse_settings(suite, settings or []))
-    runner = Runner(suite, available.python(suite), console, jobs=jobs or cores(), threads=1)
-    command = ["python", "-m", "quest_research.demo", "--out", str(out), "--seeds", seeds]
-    command += [word for setting in settings or [] for word in ("--set", setting)]
-    outcome = execute(plan, out, runner, command)
-    if outcome.stopped:
-        raise typer.Exit(128 + outcome.stopped)
+    """Run the demonstration and write its report. The same command again resumes.
+
+    Further options are those of `quest bench run`, such as --jobs and --set.
+    """
+    command = ["run", SUITE, "--attention", ",".join(ATTENTIONS), "--seeds", seeds, "--out", str(out)]
+    status = app_main([*command, *context.args])
+    if status > 1:
+        raise typer.Exit(status)
     groups = read_groups(out, "standard")
     path = write_report(out, "standard")
-    console.print(Text(f"\n{finding(groups, len(plan.seeds))}\n", style="bold"), soft_wrap=True)
+    console.print(Text(f"\n{finding(groups, len(parse_seeds(seeds)))}\n", style="bold"), soft_wrap=True)
     console.print(chart(groups))
     console.print(f"\nreport with pictures: {path}", markup=False, soft_wrap=True)
-    if outcome.failed:
-        raise typer.Exit(1)
+    raise typer.Exit(status)
 
 
 def finding(groups: Sequence[Group], seeds: int) -> str:
@@ -98,8 +92,6 @@ def chart(groups: Sequence[Group]) -> Table:
 
 def main(argv: list[str]) -> int:
     """Run the demonstration. Returns 0, 1 when cells failed, 2 for a wrong command, 130 when interrupted."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(demo)
     return exit_code(app, argv, "python -m quest_research.demo")
 
 

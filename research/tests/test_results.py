@@ -47,13 +47,6 @@ def test_every_committed_measurement_runs(tmp_path: Path, monkeypatch: pytest.Mo
         assert exit_code(app, [*shlex.split(command), "--smoke"], NAME) == 0, command
 
 
-def test_reports_name_no_script_of_a_plugin() -> None:
-    """One home for measurement: a suite or a command of quest bench."""
-    found = [path for path in RESULTS.glob("**/*.md") if re.search(r"benchmarks/\w+\.py", path.read_text())]
-    assert found == []
-    assert list(RESULTS.parents[1].glob("plugins/*/benchmarks")) == []
-
-
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
 def test_committed_results_can_be_read(folder: Path) -> None:
     groups = read_groups(folder, "standard")

@@ -7,7 +7,6 @@ from typing import Any
 import matplotlib as mpl
 import pandas as pd
 
-from quest_bench.charts import COLOURS
 from quest_bench.plan import Record, Suite, parse_settings, write_value
 from quest_bench.report import STYLE
 from quest_research.suites.suites import SUITES
@@ -40,11 +39,6 @@ def test_plots_show_success_outcomes_and_norms() -> None:
     titles = [axes.get_title(loc="left") for axes in norms.axes]
     assert titles == [f"{a}\n{o} models" for o in ("correct", "biased") for a in ("standard", "quest")]
     assert [text.get_text() for text in norms.axes[0].texts] == ["no such model"]
-
-
-def test_its_colours_follow_the_page() -> None:
-    assert set(OUTCOMES.values()) <= set(COLOURS)
-    assert {colour for _, colour in KINDS.values()} <= set(COLOURS)
 
 
 def test_declared_defaults_are_allowed_values() -> None:

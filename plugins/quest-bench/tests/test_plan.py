@@ -101,14 +101,8 @@ def test_select(fake: Path) -> None:
     assert list(select(found, "fake/suite")[1]) == ["one", "two"]
     assert select(found, "fake/suite/two")[1] == {"two": None}
     assert list(select(found, "fake/suite/two,one")[1]) == ["two", "one"]
-    with pytest.raises(ConfigError, match=r"no suite 'fake/suit'.*did you mean 'fake/suite'"):
-        select(found, "fake/suit")
     with pytest.raises(ConfigError, match=r"no suite 'fake/siute/one'.*did you mean 'fake/suite'"):
         select(found, "fake/siute/one")
-    with pytest.raises(ConfigError, match=r"no task 'on'; did you mean 'one'\? Choose from: one, two"):
-        select(found, "fake/suite/on")
-    with pytest.raises(ConfigError, match="no task 'three'"):
-        select(found, "fake/suite/three")
 
 
 def test_the_tasks_are_those_of_the_data_folder(fake: Path) -> None:
@@ -169,8 +163,6 @@ def test_suites_that_cannot_be_read_break_only_their_plugin(fake: Path) -> None:
 def test_python_of_a_plugin(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="PLUGIN=PATH"):
         catalogue(["python"])
-    with pytest.raises(ConfigError, match=r"--python: the python of plugin 'fake' is '/nowhere/python'"):
-        catalogue(["fake=/nowhere/python"])
     monkeypatch.setenv("QUEST_PYTHON_FAKE", "/elsewhere/python")
     with pytest.raises(ConfigError, match="QUEST_PYTHON_FAKE: "):
         catalogue()

@@ -47,9 +47,9 @@ class LanguageModel(nn.Module):
         return logits
 
 
-def corpus() -> tuple[Tensor, Tensor, int]:
+def corpus(text: str | None = None) -> tuple[Tensor, Tensor, int]:
     """Return the characters of the training text and of the held-out last tenth, and the size of the vocabulary."""
-    text = "\n".join(topics[name] for name in sorted(topics))
+    text = text or "\n".join(topics[name] for name in sorted(topics))
     number = {character: i for i, character in enumerate(sorted(set(text)))}
     tokens = torch.tensor([number[character] for character in text])
     cut = len(tokens) * 9 // 10

@@ -75,16 +75,10 @@ def run(cell: Cell, progress: Progress) -> Result:
 
 def texts(cell: Cell, options: Mapping[str, Any]) -> tuple[Split, Split, Split, int]:
     """Return random pieces of the training text, both halves of the held-out text, and the size of the vocabulary."""
-    if cell.data is None:
-        text, rest, vocabulary = corpus()
-    else:
-        path = cell.data / "input.txt"
-        if not path.is_file():
-            raise ConfigError(f"no {path}; --data names a folder with input.txt, for example tiny Shakespeare")
-        characters = path.read_text(encoding="utf-8")
-        number = {character: i for i, character in enumerate(sorted(set(characters)))}
-        tokens = torch.tensor([number[character] for character in characters])
-        text, rest, vocabulary = *tokens.tensor_split([len(tokens) * 9 // 10]), len(number)
+    path = cell.data and cell.data / "input.txt"
+    if path and not path.is_file():
+        raise ConfigError(f"no {path}; --data names a folder with input.txt, for example tiny Shakespeare")
+    text, rest, vocabulary = corpus(path.read_text(encoding="utf-8") if path else None)
     draw = torch.Generator().manual_seed(cell.seed)
     first = torch.randint(len(text) - CONTEXT, (options["steps"] * options["batch"], 1), generator=draw)
     drawn = text[first + torch.arange(CONTEXT + 1)]
