@@ -133,7 +133,7 @@ WIDTHS_OPTIONS = [
     number("weight_decay", 0.01, "of AdamW, on every parameter"),
 ]
 
-_VALIDATION = {"unit": "%", "higher_is_better": True, "selection": "validation"}
+_VALIDATION = {"unit": "%", "selection": "validation"}
 _IMAGES = {"metric": "accuracy", **_VALIDATION, "data": IMAGE_DATA, "data_files": IMAGE_FILES}
 _IDX = {"data": IDX_DATA, "data_files": IMAGE_FILES[:1]}
 
@@ -150,7 +150,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "metric": "success_rate",
         "selection": "last",
         "unit": "%",
-        "higher_is_better": True,
         "paper": _PAPER["toy/spurious"],
         "options": OPTIONS,
         "plots": "quest_research.suites.toy_plots:plots",
@@ -206,7 +205,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "tasks": ["half"],
         "metric": "accuracy",
         "unit": "%",
-        "higher_is_better": True,
         "selection": "last",
         "also": [
             *_also("fine-tuned", "fine-tuned from gqa"),

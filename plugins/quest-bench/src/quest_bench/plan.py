@@ -371,22 +371,12 @@ class Plan:
     def cells(self, out: Path) -> list[Cell]:
         """Every cell with its folder under `out`; all attentions of a seed come before the next seed."""
         grid = itertools.product(self.seeds, self.tasks, itertools.product(*self.settings.values()), self.attentions)
-        return [
-            _placed(
-                Cell(
-                    suite=self.suite.name,
-                    task=task,
-                    attention=attention,
-                    seed=seed,
-                    smoke=self.smoke,
-                    data=self.data,
-                    options=dict(zip(self.settings, values, strict=True)),
-                    workdir=out,
-                    data_fingerprint=self.tasks[task],
-                )
-            )
-            for seed, task, values, attention in grid
-        ]
+        found = []
+        for seed, task, values, attention in grid:
+            options = dict(zip(self.settings, values, strict=True))
+            cell = Cell(self.suite.name, task, attention, seed, self.smoke, self.data, options, out, self.tasks[task])
+            found.append(_placed(cell))
+        return found
 
 
 def describe_cell(cell: Cell) -> dict[str, Any]:

@@ -163,17 +163,9 @@ def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
     write_json(begun, provenance)
     workdir.mkdir(exist_ok=True)
     resumes = any(workdir.iterdir())
-    cell = Cell(
-        suite=given["suite"],
-        task=given["task"],
-        attention=given["attention"],
-        seed=given["seed"],
-        smoke=given["smoke"],
-        data=Path(given["data_path"]) if given["data_path"] else None,
-        options=given["options"],
-        workdir=workdir,
-        data_fingerprint=given["data"],
-    )
+    facts = {name: given[name] for name in ("suite", "task", "attention", "seed", "smoke", "options")}
+    data = Path(given["data_path"]) if given["data_path"] else None
+    cell = Cell(**facts, data=data, workdir=workdir, data_fingerprint=given["data"])
     entry = entry_point(cell.suite)
     suite_run = entry.load()
     started = time.perf_counter()

@@ -14,7 +14,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "selection": "last",
         "also": [{"metric": "mAP50"}],
         "unit": "%",
-        "higher_is_better": True,
         "options": [
             whole("iterations", 1000, "training iterations"),
             whole("batch_size", 16, "images an iteration"),

@@ -11,7 +11,6 @@ _PAPER = papers(__file__)
 _ADE20K: dict[str, Any] = {
     "tasks": ["vit-t", "vit-s"],
     "unit": "%",
-    "higher_is_better": True,
     "data": "the folder ADEChallengeData2016 of ADE20K, with images/ and annotations/",
     "data_files": ["annotations/validation"],
     "data_required": True,
@@ -37,7 +36,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "selection": "last",
         "also": [{"metric": "mIoU corrupted"}],
         "unit": "%",
-        "higher_is_better": True,
         "options": [
             *_SHORT,
             whole("train_images", 512, "scenes to train on"),

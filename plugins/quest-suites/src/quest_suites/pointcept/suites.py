@@ -16,7 +16,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "metric": "miou",
         "selection": "last",
         "unit": "%",
-        "higher_is_better": True,
         "options": [
             whole("epochs", 12, "passes over the scenes"),
             number("lr", 0.004, "peak learning rate of AdamW"),
@@ -34,7 +33,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "metric": "mIoU",  # or the one that a config's evaluator names
         "selection": "last",
         "unit": "%",
-        "higher_is_better": True,
         "paper": papers(__file__)["pointcept"],
         "data": "a checkout of Pointcept; a task is a config in it, such as configs/nuscenes/semseg-pt-v3m1-0-base.py",
         "data_required": True,

@@ -15,7 +15,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "heads": 4,
         "metric": "accuracy",
         "unit": "%",
-        "higher_is_better": True,
         "options": [
             whole("steps", 600, "training steps of 64 images"),
             whole("strokes", 7, "strokes an image"),

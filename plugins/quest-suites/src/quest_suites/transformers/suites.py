@@ -14,7 +14,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "tasks": ["gpt2", "llama"],
         "heads": 4,
         "metric": "perplexity",
-        "unit": "",
         "higher_is_better": False,
         "options": [
             whole("steps", 800, "training steps"),

@@ -12,7 +12,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "tasks": ["JapaneseVowels", "BasicMotions"],
         "metric": "accuracy",
         "unit": "%",
-        "higher_is_better": True,
         "paper": papers(__file__)["ts/uea"],
         "tasks_from_data": "quest_suites.tsai.data:tasks",
         "data": "a folder with NAME_TRAIN.ts and NAME_TEST.ts (or .parquet); without one, two datasets of aeon",
