@@ -177,7 +177,10 @@ def start() -> str:
 
 def claims() -> str:
     """What papers say, what we measured, and what would settle it."""
-    lines = ["| claim | paper | our model | seeds | ours (95 % interval) | what settles it |", "|---|---|---|--:|--:|---|"]
+    lines = [
+        "| claim | paper | our model | seeds | ours (95 % interval) | what settles it |",
+        "|---|---|---|--:|--:|---|",
+    ]
     for entry in evidence("claims"):
         found = row(entry, entry.get("attention", "quest"), entry.get("minus", "standard"))
         seeds = found.finished if found else 0
