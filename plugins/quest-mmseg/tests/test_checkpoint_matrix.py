@@ -11,8 +11,6 @@ from logging import Handler, LogRecord
 from pathlib import Path
 from typing import Any
 
-import mmengine._strategy.base as mmengine_strategy
-import mmengine.runner.runner as mmengine_runner
 import pytest
 import torch
 from conftest import CLASSES, segmenter
@@ -101,16 +99,7 @@ LOADERS: dict[str, Callable[[str, str, Path], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def quick() -> Any:
-    """Runners do not start compilers to report their versions."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (mmengine_runner, mmengine_strategy):
-            patch.setattr(module, "collect_env", dict)
-        yield
-
-
-@pytest.fixture(scope="module")
-def trained(quick: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A checkpoint of a run with EMA for each attention; its backbone is in a further file."""
     paths = {}
     for name in ("stock", "quest"):

@@ -48,6 +48,7 @@ class TestSegmenter(AdapterConformance):
 class TestSegmenterWithoutDropout(TestSegmenter):
     """As the paper trains it: families are possible."""
 
+    variant = True
     refused = ("aft-conv(dims=1)", "aft-conv(prefix=1)")
     drops: ClassVar[dict[str, float]] = {}
     test_compiles = None  # the same layers as above; a compilation takes ten seconds
@@ -89,6 +90,7 @@ class TestBEiT(Backbone):
 
 
 class TestMAE(Backbone):
+    variant = True
     sites = 2
     refused = ("cosine", "aft-full")
     config: ClassVar[dict[str, Any]] = {"type": "MAE", "init_values": 1.0, **_BEIT}
@@ -119,6 +121,7 @@ class TestSegFormer(Backbone):
 class TestPCPVT(Backbone):
     """Twins with only global attention."""
 
+    variant = True
     sites = 2
     refused = ("linear",)
     config: ClassVar[dict[str, Any]] = {

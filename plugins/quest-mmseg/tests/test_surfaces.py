@@ -411,10 +411,10 @@ def test_frozen_backbones_stay_frozen(attention, part):
         assert parameter.requires_grad == (part in name), name
 
 
-@pytest.fixture(scope="module", params=["quest+gqa(kv_heads=2)", "aft-conv(window=3)"])
-def trained(request):
+@pytest.fixture(scope="module")
+def trained():
     """The whole segmentor, after steps of training."""
-    model = build(attention=request.param)
+    model = build(attention="aft-conv(window=3)")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()
@@ -431,6 +431,7 @@ def test_torch_export_of_a_trained_model(trained):
         torch.testing.assert_close(exported.module()(x), trained(x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_onnx_of_a_trained_model(trained, tmp_path):
     reference = pytest.importorskip("onnx.reference", reason="onnx is not installed")
     torch.onnx.export(trained, (images(),), dynamo=True, verbose=False).save(tmp_path / "segmenter.onnx")

@@ -3,11 +3,9 @@
 import json
 
 import pytest
-from test_checkpoint_matrix import quick, run  # noqa: F401 - a fixture
+from test_checkpoint_matrix import run
 
 from devtools.logits import check, clipped, recorded, scalars
-
-pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.mark.parametrize("built", ["stock", "quest"])
