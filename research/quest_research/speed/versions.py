@@ -23,7 +23,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,22 +42,6 @@ DECODED = "standard", "quest", "qknorm", "quest+gqa(kv_heads=4)", "linear", "aft
 TRAINED = "standard", "quest", "qknorm-hs", "elliptical", "quest+sigmoid", "linear"
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """The time of one cell in the new version over that in the old one: median and middle half of the rounds."""
-
-    kind: str
-    attention: str
-    shape: tuple[int, ...]
-    backward: bool
-    threads: int
-    before: float  # microseconds
-    after: float
-    low: float
-    ratio: float
-    high: float
-
-
 def cells() -> list[dict[str, Any]]:
     """Return every cell: kind, attention, shape (B, H, N, D) and direction."""
     found: list[tuple[str, str, tuple[int, ...], bool]] = [("function", "quest", SHAPES[0], False)]
@@ -69,8 +52,11 @@ def cells() -> list[dict[str, Any]]:
     return [dict(zip(("kind", "attention", "shape", "backward"), cell, strict=True)) for cell in found]
 
 
-def measure(before: str, after: str, threads: int, rounds: int) -> list[Ratio]:
+def measure(before: str, after: str, threads: int, rounds: int) -> list[dict[str, Any]]:
     """Time every cell that both versions have.
+
+    Each row is a cell with the median microseconds of both versions, and the median and the middle half over the rounds
+    of the time in the new version over that in the old one.
 
     Args:
         before, after: interpreters that import the two versions.
@@ -104,25 +90,27 @@ def measure(before: str, after: str, threads: int, rounds: int) -> list[Ratio]:
         ratios = [new / old for old, new in zip(*times, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
         old, new = (1e6 * statistics.median(one) for one in times)
-        rows.append(Ratio(**cell, threads=threads, before=old, after=new, low=low, ratio=middle, high=high))
+        rows.append(
+            {**cell, "threads": threads, "before": old, "after": new, "low": low, "ratio": middle, "high": high}
+        )
     for pipe in pipes:
         pipe.communicate()
     return rows
 
 
-def table(rows: list[Ratio]) -> str:
+def table(rows: list[dict[str, Any]]) -> str:
     """Return a Markdown table: the ratio and its middle half, and the median times."""
     lines = [
         "| call | attention | (B, H, N, D) | direction | threads | before µs | after µs | ratio (middle half) |",
         "|---|---|---|---|---:|---:|---:|---|",
     ]
     for row in rows:
-        direction = "forward+backward" if row.backward else "forward"
+        direction = "forward+backward" if row["backward"] else "forward"
+        numbers = "{before:.1f} | {after:.1f} | {ratio:.3f} ({low:.3f} to {high:.3f})".format(**row)
         lines.append(
-            f"| {row.kind} | {row.attention} | {row.shape} | {direction} | {row.threads} | {row.before:.1f} | "
-            f"{row.after:.1f} | {row.ratio:.3f} ({row.low:.3f} to {row.high:.3f}) |"
+            f"| {row['kind']} | {row['attention']} | {row['shape']} | {direction} | {row['threads']} | {numbers} |"
         )
-    slower = sum(row.low > 1.03 for row in rows)
+    slower = sum(row["low"] > 1.03 for row in rows)
     return "\n".join([*lines, "", f"{slower} of {len(rows)} cells are more than 3 % slower beyond their middle half."])
 
 
@@ -207,19 +195,6 @@ def prepared(kind: str, attention: str, shape: tuple[int, int, int, int], backwa
     return made, max(1, int(0.005 / (time.perf_counter() - start)))
 
 
-def turn(cell: dict[str, Any], repeats: int | None) -> tuple[float | None, int]:
-    """Return processor seconds of one call in a cell, the mean of `repeats`, and that number."""
-    ready = prepared(cell["kind"], cell["attention"], tuple(cell["shape"]), cell["backward"])
-    if ready is None:
-        return None, 1
-    made, own = ready
-    count = own if repeats is None else repeats
-    start = time.process_time()
-    for _ in range(count):
-        made()
-    return (time.process_time() - start) / count, count
-
-
 def answer() -> None:
     """Read cells in JSON, one a line, and write the seconds of one call, or null if this version does not have it."""
     with contextlib.suppress(OSError, AttributeError):  # glibc shall keep freed memory, as a training process does
@@ -228,7 +203,15 @@ def answer() -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     for line in sys.stdin:
         asked = json.loads(line)
-        print(json.dumps(turn(asked["cell"], asked["repeats"])), flush=True)
+        cell, found, count = asked["cell"], None, 1
+        if ready := prepared(cell["kind"], cell["attention"], tuple(cell["shape"]), cell["backward"]):
+            made, own = ready
+            count = asked["repeats"] or own
+            start = time.process_time()
+            for _ in range(count):
+                made()
+            found = (time.process_time() - start) / count
+        print(json.dumps((found, count)), flush=True)
 
 
 def main(argv: list[str]) -> None:
