@@ -69,16 +69,19 @@ class TestSegmentation(Segmentation):
 class TestSegmentationDropout(Segmentation):
     """Dropout on the weights: the numbers must come from the host's own stream."""
 
+    variant = True
     attn_drop = 0.2
     refused = ("linear", "aft-simple")
 
 
 class TestSegmentationRelative(Segmentation):
+    variant = True
     attn_kind = "rpe"
     refused = FAMILIES_WITHOUT_SCORES
 
 
 class TestSegmentationRotary(Segmentation):
+    variant = True
     attn_kind = "rope"
     widths = (24, 48)
     refused = ("aft-simple", "aft-full", "aft-local")
@@ -89,6 +92,7 @@ class TestSegmentationRotary(Segmentation):
 
 
 class TestClassification(TorchPointcloud):
+    variant = True
     sites = 2
 
     def make_model(self):
@@ -110,6 +114,7 @@ class TestClassification(TorchPointcloud):
 class TestSonataEncoder(TorchPointcloud):
     """Grid pooling, a linear stem and layer norms: the encoder of Sonata, Concerto and Utonia."""
 
+    variant = True
     sites = 3
 
     def make_model(self):
@@ -153,6 +158,8 @@ class TestPoint(StandIn):
 class TestPointSmallCloud(StandIn):
     """Without flash, every patch shrinks to the smallest cloud."""
 
+    variant = True
+
     def make_inputs(self):
         return clouds(37, 12, 6)
 
@@ -160,6 +167,7 @@ class TestPointSmallCloud(StandIn):
 class TestPointFlash(StandIn):
     """With it, patches keep their size, and a small cloud is a short patch."""
 
+    variant = True
     options: ClassVar[dict] = {"enable_flash": True}
 
     def make_inputs(self):
@@ -167,15 +175,18 @@ class TestPointFlash(StandIn):
 
 
 class TestPointDropout(StandIn):
+    variant = True
     options: ClassVar[dict] = {"attn_drop": 0.2, "upcast_attention": True, "upcast_softmax": True}
     refused = ("linear", "aft-simple")
 
 
 class TestPointRelative(StandIn):
+    variant = True
     options: ClassVar[dict] = {"enable_rpe": True}
     refused = FAMILIES_WITHOUT_SCORES
 
 
 class TestPointRotary(StandIn):
+    variant = True
     options: ClassVar[dict] = {"rotary": True, "enable_flash": True}
     refused = ("aft-simple", "aft-full")

@@ -103,16 +103,20 @@ class TestM1(Pointcept):
 
 
 class TestM1SmallCloud(Pointcept):
+    variant = True
+
     def make_inputs(self):
         return (data(70, 9, 33),)
 
 
 class TestM1Relative(Pointcept):
+    variant = True
     options: ClassVar[dict] = {"enable_rpe": True, "attn_drop": 0.1, "upcast_attention": True, "upcast_softmax": True}
     refused = ("linear", "aft-simple")
 
 
 class TestM1Classification(Pointcept):
+    variant = True
     sites = 4
     options: ClassVar[dict] = {"enc_mode": True}
 
@@ -133,6 +137,7 @@ class TestM3(Pointcept):
 
 
 class TestM3HalfRotary(Pointcept):
+    variant = True
     name = "PT-v3m3"
     options: ClassVar[dict] = {"dec_rope_enable": False}
     refused = ("aft-conv",)

@@ -69,12 +69,10 @@ def test_the_layout_of_nuscenes(tmp_path):
 # --- points/scenes ----------------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_reproducible_and_says_what_it_did(tmp_path, capfd):
-    reported = []
-    one, two = (tasks.run_scenes(cell(tmp_path), lambda done, text: reported.append(done)) for _ in range(2))
-    assert one.metrics["miou"] == two.metrics["miou"]
-    assert one.series == two.series
-    assert reported[-1] == 1.0
+def test_a_stopped_cell_continues_at_its_last_epoch_and_says_what_it_did(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(tasks, "RINGS", 8)
+    monkeypatch.setattr(tasks, "RAYS", 60)
+    one = check_resume(tasks.run_scenes, cell(tmp_path), tmp_path, share=0.5)
     assert len(one.series["train_loss"]) == 2
     assert one.details["injected"].startswith("attention=quest in 8 modules")
     assert one.metrics["miou"] == pytest.approx(np.nanmean(list(one.details["iou"].values())), abs=1e-9)
@@ -103,10 +101,6 @@ def test_one_point_of_each_voxel():
 
 
 # --- suites -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_stopped_cell_continues_at_its_last_epoch(tmp_path):
-    check_resume(tasks.run_scenes, cell(tmp_path), tmp_path, share=0.5)
 
 
 class TestSuites(HostSuites):
