@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from conftest import DAB, DETR, SIDE, samples, small
+from conftest import DAB, DETR, samples, small
 from mmdet.models.layers.transformer.utils import ConditionalAttention
 from mmdet.registry import MODELS
 from torch import Tensor, nn
@@ -31,16 +31,17 @@ class Detector(nn.Module):
         return made.to(next(self.model.parameters()).dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        made = self.model(x, samples(len(x)), mode="tensor")
+        made = self.model(x, samples(len(x), x.shape[-1]), mode="tensor")
         return torch.cat([one.flatten(1) for one in made if isinstance(one, Tensor)], dim=1)
 
 
 class OfDetector(AdapterConformance):
     adapter: ClassVar[Adapter] = MmdetAdapter()
     compiles = False  # mmdet reads the sizes of images from the samples
+    mechanisms = ("quest", "qknorm-hs", "quest+sigmoid", "sinkhorn")
 
     def make_inputs(self) -> tuple[Any, ...]:
-        return (torch.randn(2, 3, SIDE, SIDE),)
+        return (torch.randn(2, 3, 32, 32),)
 
 
 class TestDetr(OfDetector):

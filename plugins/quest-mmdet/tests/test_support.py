@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from conftest import DETR, SIDE, samples, small, without_dropout
+from conftest import DETR, samples, small, without_dropout
 from mmdet.registry import MODELS
 
 from devtools.support import check
@@ -13,7 +13,7 @@ from devtools.support import check
 
 def train(attention: str) -> None:
     config = small(DETR, type="quest_mmdet.DETR", attention=attention)
-    found = MODELS.build(without_dropout(config)).loss(torch.randn(2, 3, SIDE, SIDE), samples())
+    found = MODELS.build(without_dropout(config)).loss(torch.randn(2, 3, 32, 32), samples(side=32))
     loss = sum(value for key, value in found.items() if "loss" in key)
     loss.backward()
     assert loss.isfinite()
