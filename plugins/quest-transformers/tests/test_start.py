@@ -9,7 +9,6 @@ import torch
 import transformers as hf
 from models import BERT, CLASSES, SEQ2SEQ_MODELS, build
 
-import quest_core
 from quest_core import ConfigError, UnsupportedError
 from quest_transformers import TransformersAdapter
 
@@ -75,8 +74,3 @@ def test_a_model_inside_a_new_one_keeps_its_weights():
 def test_norms_after_the_projections_are_refused():
     with pytest.raises(UnsupportedError, match="they are normalized after their projections"):
         build("qwen3", attention="quest(init=5)")
-
-
-def test_inject_starts_a_fresh_model():
-    model, _ = quest_core.inject(build("bert"), "quest(init=5)", fresh=True)
-    assert all(heads == pytest.approx([5] * 4) for heads in norms(model).values())

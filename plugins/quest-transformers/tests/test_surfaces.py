@@ -199,13 +199,6 @@ def test_encoder_decoder_and_cross_attention_are_chosen_apart(name, tmp_path):
         type(model).from_pretrained(tmp_path, attn_implementation=swapped)
 
 
-def test_a_mapping_names_every_role():
-    with pytest.raises(ConfigError, match="lacks decoder, cross"):
-        Choice.parse({"encoder": "quest"})
-    with pytest.raises(ConfigError, match="did you mean 'encoder'"):
-        Choice.parse({"encoders": "quest", "decoder": "quest", "cross": "quest"})
-
-
 def clip():
     return hf.CLIPConfig(
         text_config={**BERT, "bos_token_id": 1, "eos_token_id": 2},
