@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from quest_core.registry import Option
+from quest_core.registry import Option, list_mechanisms
 from quest_suites.contract import Cell, Result, Run, declared_suites
 
 ROOT = Path(__file__).parents[1]
@@ -110,7 +110,8 @@ def run_committed(results: Path, suites: Iterable[str], folder: Path) -> list[st
 
     Args:
         results: a folder with reports (`*.md`) and records (`run.json`).
-        suites: the suites to run; commands of others, and those that need data, are left out.
+        suites: the suites to run; commands of others, those that need data, and those with mechanisms that are not
+            installed are left out.
         folder: gets a folder for each cell.
 
     Returns:
@@ -143,6 +144,9 @@ def run_committed(results: Path, suites: Iterable[str], folder: Path) -> list[st
             options[key] = first if isinstance(options[key], str) else json.loads(first)
         asked = words[1][len(name) + 1 :]
         attentions = re.split(r",\s*(?![^(]*\))", given.get("--attention", "standard,quest"))
+        named = {part for one in attentions for part in re.sub(r"\([^)]*\)", "", one).split("+")}
+        if not named <= {*list_mechanisms()}:
+            continue
         tasks = asked.split(",") if asked else declared[name]["tasks"]
         for task, attention in [*((tasks[0], one) for one in attentions), *((one, attentions[0]) for one in tasks[1:])]:
             chosen_options = json.dumps(options, sort_keys=True)
