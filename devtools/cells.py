@@ -11,12 +11,13 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from quest_core.registry import Option, list_mechanisms
+from quest_core.registry import Option
 from quest_suites.contract import Cell, Result, Run, declared_suites
 
 ROOT = Path(__file__).parents[1]
@@ -110,8 +111,8 @@ def run_committed(results: Path, suites: Iterable[str], folder: Path) -> list[st
 
     Args:
         results: a folder with reports (`*.md`) and records (`run.json`).
-        suites: the suites to run; commands of others, those that need data, and those with mechanisms that are not
-            installed are left out.
+        suites: the suites to run; commands of others, those that need data, and where quest-zoo is missing those of
+            its results are left out.
         folder: gets a folder for each cell.
 
     Returns:
@@ -144,9 +145,6 @@ def run_committed(results: Path, suites: Iterable[str], folder: Path) -> list[st
             options[key] = first if isinstance(options[key], str) else json.loads(first)
         asked = words[1][len(name) + 1 :]
         attentions = re.split(r",\s*(?![^(]*\))", given.get("--attention", "standard,quest"))
-        named = {part for one in attentions for part in re.sub(r"\([^)]*\)", "", one).split("+")}
-        if not named <= {*list_mechanisms()}:
-            continue
         tasks = asked.split(",") if asked else declared[name]["tasks"]
         for task, attention in [*((tasks[0], one) for one in attentions), *((one, attentions[0]) for one in tasks[1:])]:
             chosen_options = json.dumps(options, sort_keys=True)
@@ -174,10 +172,11 @@ def _processor_seconds() -> float:
 
 def committed_commands(results: Path) -> Iterator[str]:
     """Yield the `quest bench` commands in reports and records below a folder, with shell variables filled in."""
-    for path in sorted(results.glob("**/run.json")):
+    known = [path for path in sorted(results.rglob("*")) if find_spec("quest_zoo") or "zoo" not in path.parts]
+    for path in (path for path in known if path.name == "run.json"):
         for run in json.loads(path.read_text(encoding="utf-8"))["runs"]:
             yield run["command"]
-    for path in sorted(results.glob("**/*.md")):
+    for path in (path for path in known if path.suffix == ".md"):
         variables: dict[str, str] = {}
         for line in path.read_text(encoding="utf-8").splitlines():
             if match := re.match(r"(\w+)='(.*)'$", line):
