@@ -17,6 +17,7 @@ from quest_core.hosts.adapter import HostAttention as Replacement
 from quest_core.hosts.torch import TorchAdapter
 from quest_core.projections import Packed
 from quest_core.testing import AdapterConformance
+from quest_core.testing.conformance import NUMBERS
 
 
 class TestTorchEncoder(AdapterConformance):
@@ -169,6 +170,10 @@ def loopback(kind: type[Replacement]) -> LoopbackAdapter:
         replacements: ClassVar[dict[str, type[Replacement]]] = {f"{__name__}.HostAttention": kind}
 
     return Other()
+
+
+def test_the_tests_of_a_variant_exist() -> None:
+    assert set(NUMBERS) <= vars(AdapterConformance).keys()
 
 
 def test_the_suite_catches_a_silent_fallback() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import vl_convert
 from rich.text import Text
@@ -369,6 +370,16 @@ def test_each_chart_of_curves_names_its_lines(fake: Path) -> None:
         assert all(f">{name}</text>" in svg for name in names)
         looks = re.findall(r'"line mark"[^>]*stroke="(#\w+)"[^>]*stroke-dasharray="([^"]*)"', svg)
         assert len(set(looks)) == len(names)
+
+
+def test_parquet_holds_every_cell(fake: Path) -> None:
+    write_results(Path("out"), ["scale=1,null"], {"standard": [50.0, 52.0, math.nan]})
+    write_report(Path("out"), "standard")
+    table = pd.read_parquet("out/results.parquet")
+    assert len(table) == 6
+    assert set(table["option/scale"]) == {"1.0", "null"}
+    assert sorted(table["metric/score"].dropna()) == [50.0, 50.0, 52.0, 52.0]
+    assert list(table["series/loss"].iloc[0]) == [1.0, 0.5, 0.25][: table["seed"].iloc[0] + 1]
 
 
 def test_unknown_baseline_is_refused(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -481,6 +481,30 @@ def test_a_cell_that_another_command_runs_is_left_to_it(
     assert not path.exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (errno.ENOSPC, "No space left on device; free some space"),
+        (errno.EROFS, "Read-only file system; choose a writable folder"),
+    ],
+)
+def test_a_disk_that_cannot_be_written_is_one_line_with_the_file(
+    fake: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], code: int, words: str
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--out", "out"]
+    monkeypatch.setattr(os, "fsync", full)
+    assert app_main(command) == 2
+    error = capfd.readouterr().err
+    assert f"out/run.json: {words}, then run the same command again" in error
+    assert len(error.strip().splitlines()) == 1
+    monkeypatch.undo()
+    monkeypatch.chdir(fake)
+
+
 def test_a_report_on_a_full_disk_names_the_file_and_keeps_the_old_one(
     inside: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -120,12 +120,17 @@ def _compose_once():
         functools.cache(lambda groups: compose("config", overrides=[*groups], strict=False)),
     )
 
-    def once(_name: str, overrides: list[str], strict: bool) -> Any:
+    compared = set()
+
+    def once(name: str, overrides: list[str], strict: bool) -> Any:
         groups = tuple(given for given in overrides if "." not in given.partition("=")[0])
         cfg = copy.deepcopy(composed(groups))
         ConfigLoaderImpl._apply_overrides_to_config(
             [parsed(given, "override") for given in overrides if given not in groups], cfg
         )
+        if groups not in compared:
+            compared.add(groups)
+            assert cfg == compose(name, overrides=overrides, strict=strict)
         return cfg
 
     with mock.patch.object(utils, "compose", once):

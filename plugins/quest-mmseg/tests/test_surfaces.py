@@ -17,7 +17,9 @@ import torch
 from conftest import CLASSES, segmenter
 from mmengine.analysis import get_model_complexity_info
 from mmengine.config import Config, ConfigDict, DictAction
+from mmengine.runner.checkpoint import load_checkpoint
 from mmengine.structures import PixelData
+from mmseg.apis import init_model
 from mmseg.models import backbones, decode_heads
 from mmseg.models.decode_heads.knet_head import KernelUpdateHead
 from mmseg.registry import MODELS
@@ -30,7 +32,7 @@ import quest_core
 import quest_mmseg
 from quest_core import Mechanism
 from quest_core.checkpoints import ENTRY
-from quest_core.errors import ConfigError, InjectionError, InputError, UnsupportedError
+from quest_core.errors import CheckpointError, ConfigError, InjectionError, InputError, UnsupportedError
 from quest_core.projections import Projected
 from quest_mmseg.adapter import REFUSED, TYPES, MmsegAdapter
 
@@ -504,3 +506,17 @@ def test_flop_counters_count_the_fused_attention(attention):
             model(images())
         counts.append([mmengines, counter.get_total_flops()])
     assert counts[1] == pytest.approx(counts[0], rel=0.01)
+
+
+def test_mmsegs_loaders_do_not_put_another_attention_into_a_stock_model(tmp_path):
+    """load_checkpoint and init_model only log the keys that a model does not have."""
+    own = build(attention="quest")
+    torch.save({"state_dict": own.state_dict(), "meta": {}}, tmp_path / "quest.pth")
+    stock = build(seed=1)
+    before = {key: x.clone() for key, x in stock.state_dict().items()}
+    with pytest.raises(CheckpointError, match="trained with attention 'quest', and the model has mmseg's own"):
+        load_checkpoint(stock, str(tmp_path / "quest.pth"))
+    assert all(torch.equal(x, before[key]) for key, x in stock.state_dict().items())
+    config = Config({"model": segmenter(), "test_pipeline": [], "test_dataloader": {"dataset": {"type": "x"}}})
+    with pytest.raises(CheckpointError):
+        init_model(config, str(tmp_path / "quest.pth"), device="cpu")

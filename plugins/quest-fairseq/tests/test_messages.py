@@ -1,0 +1,73 @@
+"""Each message in the README's table of messages, as fairseq's tools print it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import SHAPE, USER_DIR, Tools
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+TABLE = re.search(r"^\| message \|.*\n\|---\|---\|\n((?:\|.*\n)+)", README, re.MULTILINE)
+assert TABLE is not None
+MESSAGES = [said for row in TABLE[1].splitlines() for said in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
+
+LM = ["--task", "language_modeling", "--cpu", "--tokens-per-sample", "24", "--num-workers", "0", *SHAPE]
+TRAIN = [*LM, "--optimizer", "adam", "--lr", "0.003", "--batch-size", "8", "--max-update", "1", "--no-save"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("messages")
+
+
+def process(*command: Any) -> str:
+    """What a failing command prints. No plugin is imported."""
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode != 0
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("message", MESSAGES)
+def test_the_message_is_the_one_in_the_readme(message: str, tools: Tools, lm_data: Path, folder: Path) -> None:
+    hydra = [f"task.data={lm_data}", f"hydra.run.dir={folder}", "common.cpu=true"]
+    yaml = ["--config-dir", f"{USER_DIR}/configs", "--config-name", "pydocs", *hydra]
+    stock = ["-m", "fairseq_cli.train", lm_data, "--arch", "transformer_lm", *TRAIN]
+
+    def quest() -> Path:
+        """The checkpoint of one update, which is made once."""
+        save = folder / "quest"
+        if not save.exists():
+            tools.train(lm_data, "--save-dir", save, arch="quest_transformer_lm", updates=1)
+        return save / "checkpoint_best.pt"
+
+    producers: dict[str, Callable[[], str]] = {
+        "invalid choice": lambda: process("-m", "fairseq_cli.train", lm_data, "--arch", "quest_transformer_lm", *TRAIN),
+        "KeyError": lambda: process(
+            "-m", "fairseq_cli.eval_lm", lm_data, "--cpu", "--num-workers", "0", "--tokens-per-sample", "24",
+            "--path", quest(),
+        ),
+        "Unsupported interpolation": lambda: process("-m", "fairseq_cli.hydra_train", *yaml),
+        "Unexpected key(s)": lambda: process(
+            *stock, "--finetune-from-model", quest(), "--save-dir", folder / "other"
+        ),
+        "unrecognized": lambda: process(*stock, "--attention", "quest"),
+    }  # fmt: skip
+    (produce,) = (made for key, made in producers.items() if key in message)
+    said = produce()
+    pattern = ".*".join(re.escape(part.strip()) for part in message.split("..."))
+    assert re.search(pattern, said, re.DOTALL), said[-3000:]
