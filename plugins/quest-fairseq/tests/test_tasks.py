@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
+import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from devtools.cells import HostSuites
 from quest_core.errors import ConfigError
 from quest_suites.contract import Cell
-from quest_suites.fairseq import tasks
+from quest_suites.fairseq import tasks, translation
 from quest_suites.fairseq.corpus import SWAPPED, BytePairs, pydocs, swap_words
 from quest_suites.fairseq.suites import SUITES
 from quest_suites.fairseq.tasks import RATES, run_pydocs, run_wikitext103
@@ -108,6 +112,25 @@ def test_a_cell_of_wikitext(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         run_wikitext103(cell("lm/wikitext103", "small", work), lambda fraction, text: None)
     with pytest.raises(ConfigError, match=r"has no wiki.train.tokens, .*unpack"):
         run_wikitext103(cell("lm/wikitext103", "small", work, work), lambda fraction, text: None)
+
+
+@pytest.mark.parametrize("parts", ["all", "cross"])
+def test_a_cell_of_translation(tmp_path: Path, parts: str) -> None:
+    """Of a number of sentences that no batch size divides, each is translated."""
+    for name, language in itertools.product(translation.SPLITS.values(), ("en", "de")):
+        lines = pydocs()[0][:45] if name == "train" else pydocs()[1][:11]
+        text = "".join(f"{line[:200]}\n" for line in lines)
+        (tmp_path / f"{name}.{language}.gz").write_bytes(gzip.compress(text.encode()))
+    given = cell("translation/multi30k", "en-de", tmp_path / "work", tmp_path)
+    given.workdir.mkdir()
+    given = replace(given, options={**given.options, "parts": parts, "merges": 100})
+    result = translation.run_multi30k(given, lambda fraction, text: None)
+    found = {entry["metric"] for entry in SUITES["translation/multi30k"]["also"]}
+    assert found <= result.metrics.keys()
+    assert all(math.isfinite(value) for value in result.metrics.values())
+    state = torch.load(given.workdir / "checkpoints/checkpoint_best.pt", weights_only=False)["model"]
+    changed = {name for name in state if name.endswith("attention_is_not_standard")}
+    assert len(changed) == (3 if parts == "all" else 1), changed
 
 
 class TestSuites(HostSuites):

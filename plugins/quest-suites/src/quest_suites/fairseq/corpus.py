@@ -69,8 +69,9 @@ class BytePairs:
                 places[pair].add(place)
         self.merges: list[tuple[str, str]] = []
         while len(self.merges) < merges and pairs:
-            best = max(pairs, key=lambda pair: (pairs[pair], pair))
-            if pairs[best] < 2:
+            most = max(pairs.values())
+            best = max(pair for pair, count in pairs.items() if count == most)
+            if most < 2:
                 break
             self.merges.append(best)
             for place in places.pop(best):

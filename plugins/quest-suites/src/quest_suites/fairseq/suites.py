@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quest_suites.declaring import papers, timed, whole
+from quest_suites.declaring import choice, number, papers, timed, whole
 
 _METRICS = ("validation perplexity", *(f"perplexity with {percent} % swapped" for percent in (1.5, 2.5, 5)))
 _UPDATES = whole("updates", None, "training steps; null: as many as the shipped yaml says", nullable=True)
@@ -38,6 +38,30 @@ SUITES: dict[str, dict[str, Any]] = {
         tasks=["topics"],
         options=[_UPDATES, whole("merges", 500, "byte-pair merges learned from the training text", 0)],
     ),
+    "translation/multi30k": {
+        "summary": "a small Transformer translates Multi30k's captions from English to German",
+        "tasks": ["en-de"],
+        "metric": "BLEU",
+        "selection": "validation",
+        "higher_is_better": True,
+        "also": [
+            {"metric": "validation loss", "higher_is_better": False},
+            {"metric": "largest logit"},
+            {"metric": "entropy"},
+        ],
+        "data": "the folder data/task1/raw of: git clone --depth 1 https://github.com/multi30k/dataset",
+        "data_files": ["train.en.gz"],
+        "data_required": True,
+        "options": [
+            whole("updates", 2000, "training steps"),
+            whole("layers", 3, "layers of the encoder, and of the decoder"),
+            whole("max_tokens", 2048, "pieces of a step in the longer of both languages, padding included"),
+            number("lr", 0.002, "largest learning rate of Adam"),
+            number("dropout", 0.1, "share of activations that are dropped"),
+            whole("merges", 2000, "byte-pair merges learned from the training text of both languages", 0),
+            choice("parts", ("all", "encoder", "decoder", "cross"), "attention to replace; the rest stays standard"),
+        ],
+    },
     "time/fairseq": timed(
         "a training step of a language model against fairseq's transformer_lm, in turns",
         ["wikitext103-small", "pydocs"],

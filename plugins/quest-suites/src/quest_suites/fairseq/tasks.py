@@ -13,6 +13,7 @@ import math
 import shutil
 import time
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -192,15 +193,33 @@ def train(cfg: DictConfig) -> None:
 
     # fairseq keeps the best loss of an earlier training in this process there and would not save this run's best.
     vars(checkpoint_utils.save_checkpoint).pop("best", None)
-    plain = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
-    OmegaConf.set_struct(plain, True)
-    with open_dict(plain.distributed_training):
-        plain.distributed_training.distributed_world_size = 1
-    main(plain)
+    if not isinstance(cfg.model, Namespace):
+        cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
+        OmegaConf.set_struct(cfg, True)
+    with open_dict(cfg.distributed_training):
+        cfg.distributed_training.distributed_world_size = 1
+    main(cfg)
 
 
-def preprocess(folder: Path, splits: dict[str, Lines], dictionary: Path | None = None) -> None:
-    """fairseq-preprocess: write `splits` in binary form to `folder`, with the dictionary of "train" or a given one."""
+def parsed(tool: str, given: Sequence[str]) -> DictConfig:
+    """Return the command line of a tool of fairseq as its function reads it; `tool` is training, eval_lm, ..."""
+    from fairseq import options
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+    quest_fairseq.FairseqAdapter().install()
+    parser = getattr(options, f"get_{tool}_parser")()
+    with warnings.catch_warnings():  # hydra warns about the way fairseq calls it
+        warnings.simplefilter("ignore", UserWarning)
+        return convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, input_args=list(given)))
+
+
+def preprocess(
+    folder: Path, splits: dict[str, Lines], dictionary: Path | None = None, pair: tuple[str, str] | None = None
+) -> None:
+    """fairseq-preprocess: write `splits` in binary form to `folder`, with the dictionary of "train" or a given one.
+
+    With a `pair` of languages each split has two texts, "train.en" and "train.de", and both share the dictionary.
+    """
     from fairseq import options
     from fairseq_cli.preprocess import main
 
@@ -209,11 +228,13 @@ def preprocess(folder: Path, splits: dict[str, Lines], dictionary: Path | None =
     texts.mkdir(parents=True, exist_ok=True)
     for name, lines in splits.items():
         (texts / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    given = ["--only-source", "--destdir", str(folder), "--workers", "1"]
+    given = ["--joined-dictionary", "--source-lang", pair[0], "--target-lang", pair[1]] if pair else ["--only-source"]
+    prefixes = dict.fromkeys(name.partition(".")[0] for name in splits)
+    given += ["--destdir", str(folder), "--workers", "1"]
     given += ["--srcdict", str(dictionary)] if dictionary else []
     for option, prefix in (("--trainpref", "train"), ("--validpref", "valid"), ("--testpref", "test")):
-        given += [option, str(texts / prefix)] if prefix in splits else []
-    others = [name for name in splits if name not in ("train", "valid", "test")]
+        given += [option, str(texts / prefix)] if prefix in prefixes else []
+    others = [name for name in prefixes if name not in ("train", "valid", "test")]
     given += ["--testpref", ",".join(str(texts / name) for name in others)] if others else []
     main(options.get_preprocessing_parser().parse_args(given))
     for number, name in enumerate(others):  # fairseq names them test, test1, test2, ...
@@ -225,8 +246,6 @@ def perplexity(
     checkpoint: Path, data: Path, subset: str, *, tokens: int, context: int, post_process: str | None, cpu: bool
 ) -> float:
     """fairseq-eval-lm: exp of the mean loss per word, over windows of `tokens`, the first `context` unscored."""
-    from fairseq import options
-    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from fairseq_cli.eval_lm import main
 
     given = [str(data), "--path", str(checkpoint), "--gen-subset", subset, "--sample-break-mode", "none"]
@@ -235,11 +254,7 @@ def perplexity(
     given += ["--batch-size", "32", "--required-batch-size-multiple", "1", "--no-progress-bar", "--log-format", "none"]
     given += ["--post-process", post_process] if post_process else []
     given += ["--cpu"] if cpu else []
-    parser = options.get_eval_lm_parser()
-    with warnings.catch_warnings():  # hydra warns about the way fairseq calls it
-        warnings.simplefilter("ignore", UserWarning)
-        results = main(convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, input_args=given)))
-    return float(results["perplexity"])
+    return float(main(parsed("eval_lm", given))["perplexity"])
 
 
 @contextmanager
