@@ -44,11 +44,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "metric": "BLEU",
         "selection": "validation",
         "higher_is_better": True,
-        "also": [
-            {"metric": "validation loss", "higher_is_better": False},
-            {"metric": "largest logit"},
-            {"metric": "entropy"},
-        ],
+        "also": [{"metric": "validation loss", "higher_is_better": False}],
         "data": "the folder data/task1/raw of: git clone --depth 1 https://github.com/multi30k/dataset",
         "data_files": ["train.en.gz"],
         "data_required": True,

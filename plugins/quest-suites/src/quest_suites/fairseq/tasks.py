@@ -23,6 +23,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 import quest_fairseq
+from quest_core.checkpoints import ENTRY
 from quest_core.errors import ConfigError
 from quest_suites.contract import Cell, Progress, Result
 
@@ -168,7 +169,7 @@ def _train_and_evaluate(
 
 def is_parameter(name: str) -> bool:
     """Return whether a key of a state dict is a distinct parameter (shared embeddings have two keys)."""
-    return not name.endswith(("version", "_float_tensor", "output_projection.weight"))
+    return not name.endswith(("version", "_float_tensor", "output_projection.weight", ENTRY))
 
 
 # --- fairseq's tools, called as functions ---------------------------------------------------------------------------
