@@ -14,7 +14,7 @@ _FROM_DATA = "the best epoch is chosen on the validation split"
 
 
 def _options(
-    graphs: str, sizes: int, layers: int, batch: int, lr: float, epochs: int, warmup: int
+    graphs: str, sizes: int, layers: int, batch: int, lr: float, epochs: int, warmup: int, dropout: float = 0.5
 ) -> list[dict[str, Any]]:
     """Return the options that every suite has, with the paper's defaults."""
     return [
@@ -25,7 +25,7 @@ def _options(
         whole(
             "warmup_epochs", warmup, "epochs of a rising rate; with any, the first has almost none, as in GraphGPS", 0
         ),
-        number("attn_dropout", 0.5, "of attention weights; 0 for linear, cosine and aft-simple, which have none"),
+        number("attn_dropout", dropout, "of attention weights; 0 for linear, cosine and aft-simple, which have none"),
         whole("layers", layers, "GPS layers"),
     ]
 
@@ -88,6 +88,27 @@ SUITES: dict[str, dict[str, Any]] = {
         data_required=True,
         options=_options(_ALL, 0, 3, 16, 0.001, 100, 5),
     ),
+    "graph/tu": {
+        "summary": "the class of a graph on TU datasets, GPS; seed s is the published fold s, a part of its training "
+        "graphs chooses epoch and rate",
+        "tasks": ["ENZYMES", "IMDBBINARY", "MUTAG", "NCI1", "PROTEINS"],
+        "metric": "best accuracy",
+        "unit": "%",
+        "selection": "validation",
+        "tasks_from_data": "quest_suites.graphgps.data:tu_tasks",
+        "data": "the folder data of github.com/muhanzhang/pytorch_DGCNN",
+        "data_required": True,
+        "options": [
+            *(
+                option
+                for option in _options("", 0, 2, 64, 0.0, 20, 0, dropout=0.0)
+                if option["name"] not in ("graphs", "lr")
+            ),
+            whole("heads", 4, "attention heads; they divide 64"),
+            whole("rates", 2, "learning rates, half a decade apart"),
+            number("lowest", 0.001, "lowest learning rate"),
+        ],
+    },
     "stability/graph": _dataset(
         "PATTERN",
         "GNNBenchmarkDataset/PATTERN",
