@@ -30,7 +30,7 @@ def test_the_commented_start_builds(path, tmp_path) -> None:
         assert replacement.query_norms == pytest.approx([12] * len(replacement.query_norms), rel=1e-4)
 
 
-@pytest.mark.parametrize("suite", [name for name in SUITES if name.startswith("graph/")])
+@pytest.mark.parametrize("suite", [name for name in SUITES if "paper" in SUITES[name]])
 def test_the_defaults_of_a_suite_are_those_of_its_config(suite) -> None:
     set_cfg(cfg)
     cfg.merge_from_file(str(OFFERED[0].with_name(f"{SUITES[suite]['tasks'][0].lower()}.yaml")))

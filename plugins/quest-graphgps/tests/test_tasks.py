@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,11 +25,13 @@ from quest_suites.graphgps.data import (
     join_positions,
     main,
     pattern_graphs,
+    tu_fold,
+    tu_tasks,
     write_raw,
 )
 from quest_suites.graphgps.suites import SUITES as ALL
 
-SUITES = {name: suite for name, suite in ALL.items() if name.startswith("graph/")}  # others: test_own
+SUITES = {name: suite for name, suite in ALL.items() if "paper" in suite}  # others: below, test_own
 
 OURS = list(SUITES)
 
@@ -325,6 +328,47 @@ def test_a_rate_that_diverges_counts_as_guessing(tmp_path) -> None:
 
 def test_a_stopped_cell_continues_in_the_middle_of_a_rate(tmp_path) -> None:
     check_resume(tasks.run_rates, rates(tmp_path), tmp_path, share=0.7)  # the first epoch of the second of two rates
+
+
+# --- graph/tu -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made_up(tmp_path) -> Path:
+    """Twenty paths of three nodes; the class of graph i is i % 3 + 1, and fold k tests graphs 2k and 2k + 1."""
+    folder = tmp_path / "data" / "MADEUP"
+    (folder / "10fold_idx").mkdir(parents=True)
+    graphs = "".join(f"3 {i % 3 + 1}\n7 1 1\n9 2 0 2 0.5\n7 1 1\n" for i in range(20))
+    (folder / "MADEUP.txt").write_text(f"20\n{graphs}")
+    for k in range(10):
+        for part, chosen in (("test", [2 * k, 2 * k + 1]), ("train", [i for i in range(20) if i // 2 != k])):
+            (folder / "10fold_idx" / f"{part}_idx-{k + 1}.txt").write_text("".join(f"{i}\n" for i in chosen))
+    return folder
+
+
+def test_a_seed_is_a_published_fold_and_validation_a_part_of_its_training_graphs(made_up) -> None:
+    train, validation, test = tu_fold(made_up, 4)
+    assert [graph.y.item() for graph in test] == [8 % 3, 9 % 3]
+    assert [len(train), len(validation)] == [16, 2]
+    assert sorted(graph.y.item() for graph in train + validation) == sorted(i % 3 for i in range(20) if i // 2 != 4)
+    assert test[0].x.tolist() == [[0], [1], [0]]
+    assert test[0].edge_index.tolist() == [[0, 1, 1, 2], [1, 0, 2, 1]]
+    with pytest.raises(ConfigError, match="seed is 10; .* 0 to 9"):
+        tu_fold(made_up, 10)
+
+
+def test_an_incomplete_tu_dataset_is_named_before_a_cell_starts(made_up) -> None:
+    assert tu_tasks(made_up.parent)["MADEUP"]["problem"] is None
+    (made_up / "10fold_idx" / "test_idx-3.txt").unlink()
+    assert "test_idx-3.txt not found" in tu_tasks(made_up.parent)["MADEUP"]["problem"]
+
+
+def test_a_cell_of_a_tu_dataset(tmp_path, made_up) -> None:
+    options = {option["name"]: option["default"] for option in ALL["graph/tu"]["options"]} | {"epochs": 2, "heads": 32}
+    one = Cell("graph/tu", "MADEUP", "quest", 4, False, made_up.parent, options, Path(tempfile.mkdtemp(dir=tmp_path)))
+    assert tasks.run_rates(one, lambda *_: None).metrics["best accuracy"] in (0, 50, 100)
+    lost = replace(one, options={**options, "lowest": 1e30})
+    assert tasks.run_rates(lost, lambda *_: None).metrics["best accuracy"] == pytest.approx(100 / 3)
 
 
 class TestSuites(HostSuites):

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,6 +125,65 @@ def write_raw(folder: Path, name: str, splits: Sequence[Sequence[Data]]) -> Path
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save([[data.to_dict() for data in split] for split in splits], path)
     return path
+
+
+# --- TU datasets with published folds -------------------------------------------------------------------------------
+
+
+def tu_tasks(data: Path) -> dict[str, dict[str, Any]]:
+    """Return the datasets of a folder: name -> its files and, if some are missing, the problem in words."""
+    found = {}
+    for folder in sorted(path.parent for path in data.glob("*/10fold_idx")):
+        files = [folder / f"{folder.name}.txt"]
+        files += [folder / "10fold_idx" / f"{part}_idx-{i}.txt" for part in ("train", "test") for i in range(1, 11)]
+        lost = [str(path) for path in files if not path.is_file()]
+        found[folder.name] = {
+            "files": [*map(str, files)],
+            "problem": f"{', '.join(lost)} not found; is the clone whole?" if lost else None,
+        }
+    return found
+
+
+def tu_fold(folder: Path, fold: int) -> list[list[Data]]:
+    """Return the graphs of training, validation and test of one of ten published folds.
+
+    The validation graphs are drawn from the fold's training graphs, as many as it tests.
+
+    Args:
+        folder: NAME.txt and 10fold_idx/, as in github.com/muhanzhang/pytorch_DGCNN and the code of GIN.
+        fold: 0 to 9.
+    """
+    if not 0 <= fold < 10:
+        raise ConfigError(f"seed is {fold}; a seed of graph/tu is one of the published folds, 0 to 9")
+    train, test = (
+        [int(word) for word in (folder / "10fold_idx" / f"{part}_idx-{fold + 1}.txt").read_text().split()]
+        for part in ("train", "test")
+    )
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(fold)).tolist()
+    drawn = [train[i] for i in order]
+    graphs = tu_graphs(folder / f"{folder.name}.txt")
+    return [[graphs[i] for i in part] for part in (drawn[len(test) :], drawn[: len(test)], test)]
+
+
+def tu_graphs(path: Path) -> list[Data]:
+    """Read graphs: the types of nodes x [N, 1] and the class y [1], both numbered from 0, and edge_index [2, E].
+
+    The first line has the number of graphs. A graph is a line "nodes class", then for each node a line "type m" with
+    the numbers of its m neighbours. Attributes after these are ignored.
+    """
+    rows = (line.split() for line in path.read_text().splitlines()[1:])
+    graphs = []
+    for nodes, label in rows:
+        lines = [next(rows) for _ in range(int(nodes))]
+        edges = [(i, int(j)) for i, line in enumerate(lines) for j in line[2 : 2 + int(line[1])]]
+        edge_index = torch.tensor(edges, dtype=torch.long).view(-1, 2).T.contiguous()
+        kinds = torch.tensor([[int(line[0])] for line in lines])
+        graphs.append(Data(x=kinds, y=torch.tensor([int(label)]), edge_index=edge_index))
+    for key in ("x", "y"):
+        known = torch.cat([graph[key] for graph in graphs]).unique()
+        for graph in graphs:
+            graph[key] = torch.searchsorted(known, graph[key])
+    return graphs
 
 
 # --- transforms for datasets of PyTorch Geometric -------------------------------------------------------------------

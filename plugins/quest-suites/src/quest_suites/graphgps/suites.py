@@ -6,26 +6,31 @@ from typing import Any
 
 from quest_suites.declaring import RATES, choice, number, papers, text, timed, whole
 
-_GENERATED = (
-    "graphs drawn from the published generator, not the published files; "
-    "the best epoch is chosen on the validation split"
-)
-_FROM_DATA = "the best epoch is chosen on the validation split"
-
 
 def _options(
-    graphs: str, sizes: int, layers: int, batch: int, lr: float, epochs: int, warmup: int
+    graphs: str,
+    sizes: int,
+    layers: int,
+    batch: int,
+    lr: float,
+    epochs: int,
+    warmup: int,
+    rates: int = 0,
+    dropout: float = 0.5,
 ) -> list[dict[str, Any]]:
-    """Return the options that every suite has, with the paper's defaults."""
+    """Return the options that every suite has, with the paper's defaults; with `rates`, several rates from `lr` on."""
+    rate = [number("lr", lr, "highest learning rate of AdamW")]
+    if rates:
+        rate = [whole("rates", rates, "learning rates, half a decade apart"), number("lowest", lr, "lowest of them")]
     return [
         whole("graphs", sizes, graphs, 0),
         whole("epochs", epochs, "epochs of training"),
         whole("batch_size", batch, "graphs a training step"),
-        number("lr", lr, "highest learning rate of AdamW"),
+        *rate,
         whole(
             "warmup_epochs", warmup, "epochs of a rising rate; with any, the first has almost none, as in GraphGPS", 0
         ),
-        number("attn_dropout", 0.5, "of attention weights; 0 for linear, cosine and aft-simple, which have none"),
+        number("attn_dropout", dropout, "of attention weights; 0 for linear, cosine and aft-simple, which have none"),
         whole("layers", layers, "GPS layers"),
     ]
 
@@ -33,18 +38,27 @@ def _options(
 _SEED = whole("data_seed", 0, "seed of the generated graphs", 0)
 _SBM = "training graphs; PATTERN has a fifth as many of validation and of test, CLUSTER a tenth"
 _ALL = "training graphs to use, with a tenth as many of validation and of test; 0 for all"
-_SBM_DATA = "a folder with GNNBenchmarkDataset/ of PyTorch Geometric; without one, the graphs are generated"
 _PAPER = papers(__file__)
 
 
-def _dataset(name: str, folder: str, metric: str, **facts: Any) -> dict[str, Any]:
-    """Return a suite of one dataset of the paper."""
+def _dataset(name: str, metric: str, summary: str, options: list[dict[str, Any]], **facts: Any) -> dict[str, Any]:
+    """Return a suite of one dataset of the paper. PATTERN and CLUSTER are generated unless --data is given."""
+    folder = "ZINC" if name == "ZINC" else "GNNBenchmarkDataset"
+    source = ""
+    data = f"a folder with {folder}/, as PyTorch Geometric's {folder} lays it out"
+    if generated := name in ("PATTERN", "CLUSTER"):
+        source = "graphs drawn from the published generator, not the published files; "
+        data = "a folder with GNNBenchmarkDataset/ of PyTorch Geometric; without one, the graphs are generated"
     return {
+        "summary": f"{summary}; {source}the best epoch is chosen on the validation split",
         "tasks": [name],
         "metric": metric,
         "selection": "validation",
         **({"unit": "%"} if metric == "accuracy" else {"higher_is_better": False}),
-        "data_files": [f"{folder}/raw"],
+        "data": data,
+        "data_files": ["ZINC/raw" if name == "ZINC" else f"{folder}/{name}/raw"],
+        "data_required": not generated,
+        "options": options,
         **facts,
     }
 
@@ -52,56 +66,54 @@ def _dataset(name: str, folder: str, metric: str, **facts: Any) -> dict[str, Any
 SUITES: dict[str, dict[str, Any]] = {
     "graph/pattern": _dataset(
         "PATTERN",
-        "GNNBenchmarkDataset/PATTERN",
         "accuracy",
-        summary=f"which nodes of a graph belong to a hidden pattern, GPS; {_GENERATED}",
+        "which nodes of a graph belong to a hidden pattern, GPS",
+        [*_options(_SBM, 10000, 6, 32, 0.0005, 100, 5), _SEED],
         paper=_PAPER["graph/pattern"],
-        data=_SBM_DATA,
-        options=[*_options(_SBM, 10000, 6, 32, 0.0005, 100, 5), _SEED],
     ),
     "graph/cluster": _dataset(
         "CLUSTER",
-        "GNNBenchmarkDataset/CLUSTER",
         "accuracy",
-        summary=f"which of six communities a node belongs to, GPS; {_GENERATED}",
+        "which of six communities a node belongs to, GPS",
+        [*_options(_SBM, 10000, 16, 16, 0.0005, 100, 5), _SEED],
         paper=_PAPER["graph/cluster"],
-        data=_SBM_DATA,
-        options=[*_options(_SBM, 10000, 16, 16, 0.0005, 100, 5), _SEED],
     ),
     "graph/zinc": _dataset(
         "ZINC",
-        "ZINC",
         "mae",
-        summary=f"constrained solubility of molecules, GPS; {_FROM_DATA}",
+        "constrained solubility of molecules, GPS",
+        _options(_ALL, 0, 10, 32, 0.001, 2000, 50),
         paper=_PAPER["graph/zinc"],
-        data="a folder with ZINC/, as PyTorch Geometric's ZINC lays it out",
-        data_required=True,
-        options=_options(_ALL, 0, 10, 32, 0.001, 2000, 50),
     ),
     "graph/cifar10": _dataset(
         "CIFAR10",
-        "GNNBenchmarkDataset/CIFAR10",
         "accuracy",
-        summary=f"the class of an image from its superpixels, GPS; {_FROM_DATA}",
+        "the class of an image from its superpixels, GPS",
+        _options(_ALL, 0, 3, 16, 0.001, 100, 5),
         paper=_PAPER["graph/cifar10"],
-        data="a folder with GNNBenchmarkDataset/, as PyTorch Geometric's GNNBenchmarkDataset lays it out",
-        data_required=True,
-        options=_options(_ALL, 0, 3, 16, 0.001, 100, 5),
     ),
+    "graph/tu": {
+        "summary": "the class of a graph on TU datasets, GPS; seed s is the published fold s, a part of its training "
+        "graphs chooses epoch and rate",
+        "tasks": ["ENZYMES", "IMDBBINARY", "MUTAG", "NCI1", "PROTEINS"],
+        "metric": "best accuracy",
+        "unit": "%",
+        "selection": "validation",
+        "tasks_from_data": "quest_suites.graphgps.data:tu_tasks",
+        "data": "the folder data of a clone: git clone --depth 1 https://github.com/muhanzhang/pytorch_DGCNN",
+        "data_required": True,
+        "options": [
+            *_options("", 0, 2, 64, 0.001, 20, 0, rates=2, dropout=0.0)[1:],
+            whole("heads", 4, "attention heads; they divide 64"),
+        ],
+    },
     "stability/graph": _dataset(
         "PATTERN",
-        "GNNBenchmarkDataset/PATTERN",
         "accuracy",
-        summary=f"accuracy over learning rates up to divergence, GPS on PATTERN; {_GENERATED}",
+        "accuracy over learning rates up to divergence, GPS on PATTERN",
+        [*_options(_SBM, 300, 2, 8, 0.0001, 8, 0, rates=4), _SEED],
         also=RATES,
         plots="quest_research.suites.stability:plots",
-        data=_SBM_DATA,
-        options=[
-            *(option for option in _options(_SBM, 300, 2, 8, 0.0, 8, 0) if option["name"] != "lr"),
-            whole("rates", 4, "learning rates, half a decade apart", 2),
-            number("lowest", 0.0001, "lowest learning rate"),
-            _SEED,
-        ],
     ),
     "graphgps": {
         "summary": "GraphGPS's own main.py in a checkout of GraphGPS, with any of its configs",

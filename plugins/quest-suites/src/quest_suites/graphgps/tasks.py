@@ -31,8 +31,12 @@ SMOKE_GRAPHS = (24, 8, 8)
 SMOKE_EPOCHS = 2
 WATCHED = 32
 """Validation graphs on which stability/graph looks at the attention."""
-GUESS = 50.0
-"""PATTERN's accuracy of guessing, in %, because its metric is the mean over two classes."""
+TU = {
+    "dataset.task_type": "classification",
+    "dataset.edge_encoder_name": "DummyEdge",
+    "model.loss_fun": "cross_entropy",
+}
+"""What graph/tu changes in ZINC's config: classes, and edges without features."""
 
 
 def run_graph(cell: Cell, progress: Progress, *, watch: int = 0) -> Result:
@@ -61,7 +65,8 @@ def run_graph(cell: Cell, progress: Progress, *, watch: int = 0) -> Result:
 
     options = dict(cell.options)
     set_cfg(cfg)
-    with as_file(files("quest_graphgps") / "configs" / f"{cell.task.lower()}.yaml") as path:
+    tu = cell.suite == "graph/tu"
+    with as_file(files("quest_graphgps") / "configs" / f"{'zinc' if tu else cell.task.lower()}.yaml") as path:
         cfg.merge_from_file(str(path))
     cfg.accelerator, cfg.num_workers, cfg.seed = "auto", 0, cell.seed
     cfg.gt.attention = cell.attention
@@ -73,12 +78,16 @@ def run_graph(cell: Cell, progress: Progress, *, watch: int = 0) -> Result:
     cfg.accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     cfg.dataset.format, cfg.dataset.name = "memory", cell.task
     gps.MEMORY[cell.task] = splits(cell)
+    if tu:
+        cfg.merge_from_list([word for pair in TU.items() for word in pair])
+        cfg.gt.n_heads = options["heads"]
+        cfg.dataset.node_encoder_num_types = 1 + max(int(g.x.max()) for part in gps.MEMORY[cell.task] for g in part)
 
     pl.seed_everything(cell.seed, verbose=False)
     with _quiet():
         module = GraphGymDataModule()
         model = create_model()
-    metric, higher, measure = METRICS[cell.task]
+    metric, higher, measure = METRICS.get(cell.task, ("accuracy", True, accuracy))
     probe = Batch.from_data_list([*module.loaders[1].dataset][:watch]) if watch else None
     losses: list[float] = []
     found: list[float] = []
@@ -163,15 +172,16 @@ def run_graph(cell: Cell, progress: Progress, *, watch: int = 0) -> Result:
             "injected": str(model.model.attention_report),
             "parameters": sum(p.numel() for p in model.parameters()),
             "graphs": [len(loader.dataset) for loader in module.loaders],
+            "classes": cfg.share.dim_out,
             "config": cfg.dump(),
         },
     )
 
 
 def run_rates(cell: Cell, progress: Progress) -> Result:
-    """Train graph/pattern with one attention and one seed at every learning rate, from the same weights.
+    """Train one dataset with one attention and one seed at every learning rate, from the same weights.
 
-    Gradients are clipped, as in GraphGPS.
+    Gradients are clipped, as in GraphGPS. A rate that diverges has the accuracy of guessing.
 
     Args:
         cell, progress: as in `run_graph`.
@@ -189,13 +199,12 @@ def run_rates(cell: Cell, progress: Progress) -> Result:
             folder = cell.workdir / name
             folder.mkdir(exist_ok=True)
             options = {**cell.options, "lr": rate}
-            one = run_graph(
-                replace(cell, suite="graph/pattern", workdir=folder, options=options), progress, watch=WATCHED
-            )
+            one = run_graph(replace(cell, workdir=folder, options=options), progress, watch=WATCHED)
             if all(map(math.isfinite, one.series["train_loss"])):
                 done[name] = Trained(one.metrics["accuracy"], one.metrics["validation"], one.series)
             else:
-                done[name] = Trained(GUESS, GUESS, one.series, diverged=True)
+                guess = 100 / one.details["classes"]
+                done[name] = Trained(guess, guess, one.series, diverged=True)
             save_state(cell, done)
             shutil.rmtree(folder)
         return done[name]
@@ -228,8 +237,7 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 
 def class_accuracy(pairs: Pairs) -> float:
     """Return the mean over classes of the recall, in % (the benchmark's weighted accuracy)."""
-    pred, true = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-    chosen = (pred > 0.5).long() if pred.dim() == 1 else pred.argmax(-1)
+    chosen, true = _chosen(pairs)
     right = torch.bincount(true[chosen == true], minlength=int(true.max()) + 1)
     count = torch.bincount(true)
     return 100 * (right / count)[count > 0].mean().item()
@@ -243,8 +251,14 @@ def absolute_error(pairs: Pairs) -> float:
 
 def accuracy(pairs: Pairs) -> float:
     """Return the share of graphs with the right class, in %."""
+    chosen, true = _chosen(pairs)
+    return 100 * (chosen == true.flatten()).float().mean().item()
+
+
+def _chosen(pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """Return the predicted classes and the true ones; with two classes a prediction is one probability."""
     pred, true = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-    return 100 * (pred.argmax(-1) == true.flatten()).float().mean().item()
+    return (pred > 0.5).long() if pred.dim() == 1 else pred.argmax(-1), true
 
 
 METRICS: dict[str, tuple[str, bool, Callable[[Pairs], float]]] = {
@@ -262,11 +276,15 @@ def splits(cell: Cell) -> list[list[Any]]:
     """Return the graphs of training, validation and test, as many as the cell's options request."""
     from torch_geometric.datasets import ZINC
 
-    from .data import GENERATORS, PATTERNS, SPLITS
+    from .data import GENERATORS, PATTERNS, SPLITS, tu_fold
     from .gps import gnn_benchmark
 
     if cell.data is not None and not cell.data.exists():
         raise ConfigError(f"data is '{cell.data}', which does not exist; give a file or a folder")
+    if cell.suite == "graph/tu":
+        assert cell.data is not None
+        fold = tu_fold(cell.data / cell.task, cell.seed)
+        return [part[:most] for part, most in zip(fold, SMOKE_GRAPHS, strict=True)] if cell.smoke else fold
     if cell.task in GENERATORS and cell.data is None:
         share = 5 if cell.task == "PATTERN" else 10
         train = cell.options["graphs"]
