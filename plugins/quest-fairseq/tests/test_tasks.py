@@ -118,9 +118,7 @@ def test_a_cell_of_translation(tmp_path: Path) -> None:
     """Each of a number of sentences that no size of batch divides is translated, with `attention` across only."""
     for name, language in itertools.product(translation.SPLITS.values(), ("en", "de")):
         lines = pydocs()[0][:45] if name == "train" else pydocs()[1][:11]
-        (tmp_path / f"{name}.{language}.gz").write_bytes(
-            gzip.compress("\n".join(line[:200] for line in lines).encode())
-        )
+        (tmp_path / f"{name}.{language}.gz").write_bytes(gzip.compress("\n".join(line[:40] for line in lines).encode()))
     given = cell("translation/multi30k", "en-de", tmp_path, tmp_path)
     given = replace(given, options={**given.options, "parts": "cross", "merges": 100})
     result = translation.run_multi30k(given, lambda fraction, text: None)
