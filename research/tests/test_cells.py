@@ -25,6 +25,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "explain/fashion-mnist": {"train": 100, "validation": 50, "test": 50, "epochs": 2, "layers": 1},
     "aft/causal": {"images": 40, "epochs": 2, "layers": 1, "rounds": 1},
     "widths/text": {"steps": 6, "layers": 1, "width": 16, "rates": 2},
+    "recall/mqar": {"train": 16, "batch": 4, "test": 8, "width": 16, "rates": 2},
 }  # fmt: skip
 
 
@@ -39,6 +40,7 @@ SMALL: dict[str, dict[str, Any]] = {
         ("explain/fashion-mnist", "canvas", "quest", 0.5),
         ("aft/causal", "image=7", "aft-simple", 0.5),
         ("widths/text", "D=4", "quest", 0.5),
+        ("recall/mqar", "D=4", "quest", 0.5),
     ],
 )
 def test_a_stopped_cell_continues(
@@ -76,6 +78,13 @@ def test_a_run_without_a_finite_loss_is_not_scored(
         ("explain/fashion-mnist", "canvas", "quest", {"size": 40}, "size is 40; it is at least 28 and a multiple of"),
         ("aft/causal", "image=5", "quest", {}, "choose a divisor of 28"),
         ("widths/text", "D=8", "quest", {"width": 60}, "width is 60, which heads of 8 features do not divide"),
+        (
+            "recall/mqar",
+            "D=4",
+            "quest",
+            {"pairs": 17},
+            "pairs is 17; it is at most 16, and 17 pairs need vocabulary=36",
+        ),
         ("aft/causal", "text=64", "aft-local(max_length=32)", {}, "64 tokens are more than max_length=32"),
     ],
 )

@@ -133,6 +133,19 @@ WIDTHS_OPTIONS = [
     number("weight_decay", 0.01, "of AdamW, on every parameter"),
 ]
 
+RECALL_OPTIONS = [
+    whole("train", 10000, "training sequences of 64 tokens"),
+    whole("test", 1000, "sequences of the test, and of validation"),
+    whole("epochs", 1, "passes over the training sequences"),
+    whole("batch", 32, "sequences in a mini-batch"),
+    whole("pairs", 16, "keys with their values in a sequence"),
+    whole("vocabulary", 256, "tokens: keys in the first half, values in the second"),
+    whole("width", 64, "features of a token; every width of a head divides it"),
+    whole("rates", 4, "learning rates, half a decade apart", 2),
+    number("lowest", 0.001, "lowest learning rate"),
+    number("weight_decay", 0.01, "of AdamW, on every parameter"),
+]
+
 _VALIDATION = {"unit": "%", "selection": "validation"}
 _IMAGES = {"metric": "accuracy", **_VALIDATION, "data": IMAGE_DATA, "data_files": IMAGE_FILES}
 _IDX = {"data": IDX_DATA, "data_files": IMAGE_FILES[:1]}
@@ -191,6 +204,14 @@ SUITES: dict[str, dict[str, Any]] = {
         "options": WIDTHS_OPTIONS,
         "data": "a folder with input.txt, such as tiny Shakespeare; Python's documentation topics by default",
         "data_files": ["input.txt"],
+    },
+    "recall/mqar": {
+        **_VALIDATION,
+        "summary": "values recalled by their keys within a sequence (multi-query associative recall)",
+        "tasks": [f"D={width}" for width in (4, 16, 64)],
+        "metric": "accuracy",
+        "also": RATES,
+        "options": RECALL_OPTIONS,
     },
     "robustness/images": {
         **_IMAGES,

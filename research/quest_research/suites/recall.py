@@ -1,0 +1,116 @@
+"""Suite recall/mqar: multi-query associative recall (Zoology, arXiv 2312.04927), on which in-context learning rests.
+
+A sequence begins with pairs of a key and a value, none of them twice. Later each key comes once more, and the model
+must name its value there. As in the paper, the distances are drawn from a power law, and the other places hold zeros;
+our vocabulary, width and length are smaller. A token also sees the one before it, so one block can solve the task: all
+that is left to learn is to find a key among the others.
+
+A task "D=16" gives the heads 16 features each; the width of the model stays. A cell trains one attention at each of
+several learning rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from quest_core.errors import ConfigError
+from quest_suites.contract import Cell, Progress, Result, Trained, observe, over_rates
+
+from .images import Split
+from .stability import CONTEXT, LanguageModel
+from .training import DivergedError, fit
+
+POWER = 0.01
+IGNORED = -100
+PART = 250
+"""Sequences of one forward pass of a test."""
+
+
+class RecallModel(LanguageModel):
+    """A language model whose tokens also see the one before them: a convolution of width 2."""
+
+    def __init__(self, attention: str, options: Mapping[str, Any]) -> None:
+        super().__init__(attention, options["vocabulary"], options)
+        self.before = nn.Linear(options["width"], options["width"], bias=False)
+        self.tokens.register_forward_hook(lambda _, args, x: x + F.pad(self.before(x), (0, 0, 1, 0))[:, :-1])
+
+
+def run(cell: Cell, progress: Progress) -> Result:
+    """Train one attention with heads of one width and one seed at every learning rate.
+
+    Args:
+        cell: `task` is "D=" and the features of a head.
+
+    Returns:
+        What `over_rates` returns, the accuracies being those of the queries, with series ``validation/lr=R``, and at
+        the end of training ``entropy/lr=R`` of the weights (nats), ``max_logit/lr=R`` and so on.
+
+    Raises:
+        ConfigError: the width of a head does not divide that of the model, or the pairs do not fit.
+    """
+    options = dict(cell.options)
+    if cell.smoke:
+        options |= {"train": 64, "test": 16, "epochs": 1, "rates": 2}
+    head, pairs = int(cell.task.removeprefix("D=")), options["pairs"]
+    if options["width"] % head:
+        raise ConfigError(f"option width is {options['width']}, which heads of {head} features do not divide")
+    if options["vocabulary"] < 2 * (pairs + 1) or 4 * pairs > CONTEXT:
+        raise ConfigError(
+            f"option pairs is {pairs}; it is at most {CONTEXT // 4}, and {pairs} pairs need vocabulary={2 * pairs + 2}"
+        )
+    options |= {"heads": options["width"] // head, "layers": 1}
+    draw = torch.Generator().manual_seed(cell.seed)
+    train, validation, test = (
+        sequences(options[count], pairs, options["vocabulary"], draw) for count in ("train", "test", "test")
+    )
+
+    def once(rate: float, name: str, progress: Progress) -> Trained:
+        torch.manual_seed(cell.seed)
+        model = RecallModel(cell.attention, options)
+        try:
+            found = fit(
+                cell,
+                name,
+                model,
+                lambda picked: loss(model, (train[0][picked], train[1][picked])),
+                len(train[0]),
+                {**options, "rate": rate},
+                measure=lambda: {"validation": accuracy(model, validation), **observe(model, validation[0][:64])},
+                select="validation",
+                progress=progress,
+            )
+        except DivergedError as error:
+            return Trained(0.0, 0.0, error.series, diverged=True)
+        model.load_state_dict(found.weights)
+        return Trained(accuracy(model, test), max(found.series["validation"]), found.series)
+
+    return over_rates(options["lowest"], options["rates"], once, progress)
+
+
+def sequences(count: int, pairs: int, vocabulary: int, draw: torch.Generator) -> Split:
+    """Return tokens [count, N], and at the places of the queries the values that belong there, else IGNORED."""
+    half = vocabulary // 2
+    keys = 1 + torch.rand(count, half - 1, generator=draw).argsort(1)[:, :pairs]
+    values = half + torch.rand(count, half, generator=draw).argsort(1)[:, :pairs]
+    gaps = torch.arange(1, CONTEXT // 2 - pairs + 1) ** (POWER - 1)
+    places = 2 * pairs + 2 * torch.multinomial(gaps.expand(count, -1), pairs, generator=draw)
+    tokens, wanted = torch.zeros(count, CONTEXT, dtype=torch.long), torch.full((count, CONTEXT), IGNORED)
+    tokens[:, : 2 * pairs] = torch.stack([keys, values], -1).flatten(1)
+    return tokens.scatter(1, places, keys), wanted.scatter(1, places, values)
+
+
+def loss(model: nn.Module, of: Split) -> Tensor:
+    """Return the mean cross-entropy of the queries."""
+    return F.cross_entropy(model(of[0]).mT, of[1], ignore_index=IGNORED)
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, of: Split) -> float:
+    """Return the per cent of queries whose value is the model's first choice."""
+    right = torch.cat([model(x).argmax(-1) == y for x, y in zip(of[0].split(PART), of[1].split(PART), strict=True)])
+    return 100 * right[of[1] != IGNORED].float().mean().item()
