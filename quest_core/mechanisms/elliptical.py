@@ -192,23 +192,24 @@ def _metric(change: Tensor, n: int, mask: Tensor | None, is_causal: bool) -> Ten
     m = change.shape[2]
     if m == 0:
         return change.new_ones(*change.shape[:2], 1, 1)
-    seen = change.new_ones(1, 1, 1, 1) if mask is None else visible(mask).to(change.dtype)
-    seen = seen.expand(*seen.shape[:3], m)  # [B or 1, G or 1, N or 1, M]
-    if seen.shape[2] != 1:
+    seen = None if mask is None else visible(mask).to(change.dtype)  # [B or 1, G or 1, N or 1, M or 1]
+    if seen is not None and seen.shape[2] != 1:
+        seen = seen.expand(*seen.shape[:3], m)
         seen = seen.tril(m - n) if is_causal else seen
         with no_autocast(change.device.type):
             # In this order, or ONNX Runtime takes the sizes of 1 of `seen` for those of the result.
-            total, count = torch.einsum("bhmd,bhnm->bhnd", change, seen), seen.sum(-1, keepdim=True)
-    elif is_causal and n > 1:
-        # Query i sees keys up to i + M − N; earlier ones see none, and then any metric does.
-        last = (torch.arange(n, device=change.device) + m - n).clamp(min=0)
-        total, count = [x.cumsum(2)[:, :, last] for x in (change * seen.mT, seen.mT)]
+            total = torch.einsum("bhmd,bhnm->bhnd", change, seen)
     else:
-        total, count = (change * seen.mT).sum(2, keepdim=True), seen.sum(-1, keepdim=True)
-    mean = total / count.clamp(min=1)
-    top = mean.amax(-1, keepdim=True)
+        shown = change if seen is None else change * seen.mT
+        if is_causal and n > 1:
+            # Query i sees keys up to i + M − N; earlier ones see none, and then any metric does.
+            last = (torch.arange(n, device=change.device) + m - n).clamp(min=0)
+            total = shown.cumsum(2)[:, :, last]
+        else:
+            total = shown.sum(2, keepdim=True)
+    top = total.amax(-1, keepdim=True)  # the number of keys cancels in the ratio of means
     changed = top > 0
-    return torch.where(changed, mean / torch.where(changed, top, 1), 1)
+    return torch.where(changed, total / torch.where(changed, top, 1), 1)
 
 
 @register("elliptical-quest", source="QUEST, A.5.2", options=STARTS)
