@@ -29,18 +29,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "runs" / "install"
 LIMIT_S = 90 * 60
+AT_A_TIME = 2
+"""READMEs that run side by side, because pip uses one core; an environment takes up to 6 GiB."""
 FENCE = re.compile(r"^```(?P<language>\w*)(?: title=\"(?P<title>[^\"]+)\")?\s*$")
 SLOW = re.compile(r"^<!-- slow: (.+) -->$", re.MULTILINE)
 NOT_RUN = re.compile(r"^<!-- not run: (.+) -->$")
 BUILD = "builds the packages"
 RUN = ("bash", "python")
 CLONE = re.compile(r"git clone (?:-\S+ )*(https://\S+)")
+RUNNING: set[subprocess.Popen[bytes]] = set()
 
 
 class Failure(Exception):
@@ -164,6 +169,13 @@ def environment(
     return variables
 
 
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process and those that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 def test(name: str, folder: Path, torch: str | None, repo: Path | None, online: bool) -> dict[str, object]:
     """Run one README; returns what came of it."""
     found = blocks(readme(name).read_text())
@@ -183,14 +195,13 @@ def test(name: str, folder: Path, torch: str | None, repo: Path | None, online: 
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        RUNNING.add(process)
         try:
             status = process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
+            kill(process)
             status = 124
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        RUNNING.discard(process)
     seconds = time.monotonic() - start
     doctor = (home / "doctor").read_text() if (home / "doctor").exists() else ""
     package = "quest-core" if name == "core" else f"quest-{name}"
@@ -246,19 +257,31 @@ def main(arguments: Sequence[str]) -> int:
         if slow := SLOW.search(readme(name).read_text()):
             print(f"left out {name}: {slow[1]}")
             chosen = [other for other in chosen if other != name]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # running children end too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     RESULTS.mkdir(parents=True, exist_ok=True)
     ok = True
     try:
         with tempfile.TemporaryDirectory(prefix="quest-install-", ignore_cleanup_errors=True) as made:
             folder = Path(made)
             build(folder)
-            for name in chosen:
+            repo = given.repo and given.repo.resolve()
+
+            def one(name: str) -> dict[str, object]:
                 print(f"...     {name} (log: {(RESULTS / f'{name}.log').relative_to(ROOT)})", flush=True)
-                result = test(name, folder, given.torch, given.repo and given.repo.resolve(), given.online)
-                report(result)
-                ok = ok and bool(result["ok"])
-                shutil.rmtree(folder / name)  # one environment at a time takes up to 6 GiB
+                result = test(name, folder, given.torch, repo, given.online)
+                shutil.rmtree(folder / name)
+                return result
+
+            with ThreadPoolExecutor(AT_A_TIME) as pool:
+                try:
+                    for result in pool.map(one, chosen):
+                        report(result)
+                        ok = ok and bool(result["ok"])
+                except BaseException:  # interrupted
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    for process in list(RUNNING):
+                        kill(process)
+                    raise
     except Failure as failure:
         print(f"./dev install-test: {failure}", file=sys.stderr)
         return 1
