@@ -208,8 +208,7 @@ def _metric(change: Tensor, n: int, mask: Tensor | None, is_causal: bool) -> Ten
         else:
             total = shown.sum(2, keepdim=True)
     top = total.amax(-1, keepdim=True)  # the number of keys cancels in the ratio of means
-    changed = top > 0
-    return torch.where(changed, total / torch.where(changed, top, 1), 1)
+    return torch.where(top > 0, total / top, 1)  # without a gradient, which 0/0 would spoil
 
 
 @register("elliptical-quest", source="QUEST, A.5.2", options=STARTS)
