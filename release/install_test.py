@@ -267,7 +267,8 @@ def main(arguments: Sequence[str]) -> int:
             repo = given.repo and given.repo.resolve()
 
             def one(name: str) -> dict[str, object]:
-                print(f"...     {name} (log: {(RESULTS / f'{name}.log').relative_to(ROOT)})", flush=True)
+                log = (RESULTS / f"{name}.log").relative_to(ROOT)
+                print(f"...     {name} (log: {log})\n", end="", flush=True)  # in one piece
                 result = test(name, folder, given.torch, repo, given.online)
                 shutil.rmtree(folder / name)
                 return result
