@@ -78,13 +78,8 @@ def test_a_run_without_a_finite_loss_is_not_scored(
         ("explain/fashion-mnist", "canvas", "quest", {"size": 40}, "size is 40; it is at least 28 and a multiple of"),
         ("aft/causal", "image=5", "quest", {}, "choose a divisor of 28"),
         ("widths/text", "D=8", "quest", {"width": 60}, "width is 60, which heads of 8 features do not divide"),
-        (
-            "recall/mqar",
-            "D=4",
-            "quest",
-            {"pairs": 17},
-            "pairs is 17; it is at most 16, and 17 pairs need vocabulary=36",
-        ),
+        ("recall/mqar", "D=4", "quest", {"pairs": 17}, "pairs is 17; a sequence of 64 tokens holds at most 16"),
+        ("recall/mqar", "D=4", "quest", {"vocabulary": 33}, "vocabulary is 33; 16 pairs need 34 or more"),
         ("aft/causal", "text=64", "aft-local(max_length=32)", {}, "64 tokens are more than max_length=32"),
     ],
 )

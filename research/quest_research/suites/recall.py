@@ -31,13 +31,24 @@ PART = 250
 """Sequences of one forward pass of a test."""
 
 
+class WithTheOneBefore(nn.Module):
+    """A convolution of width 2: adds to each token a projection of the one before it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, N, E] -> [B, N, E]."""
+        return x + F.pad(self.before(x), (0, 0, 1, 0))[:, :-1]
+
+
 class RecallModel(LanguageModel):
-    """A language model whose tokens also see the one before them: a convolution of width 2."""
+    """A language model whose tokens also see the one before them."""
 
     def __init__(self, attention: str, options: Mapping[str, Any]) -> None:
         super().__init__(attention, options["vocabulary"], options)
-        self.before = nn.Linear(options["width"], options["width"], bias=False)
-        self.tokens.register_forward_hook(lambda _, args, x: x + F.pad(self.before(x), (0, 0, 1, 0))[:, :-1])
+        self.tokens = nn.Sequential(self.tokens, WithTheOneBefore(options["width"]))
 
 
 def run(cell: Cell, progress: Progress) -> Result:
@@ -47,8 +58,8 @@ def run(cell: Cell, progress: Progress) -> Result:
         cell: `task` is "D=" and the features of a head.
 
     Returns:
-        What `over_rates` returns, the accuracies being those of the queries, with series ``validation/lr=R``, and at
-        the end of training ``entropy/lr=R`` of the weights (nats), ``max_logit/lr=R`` and so on.
+        What `over_rates` returns, the accuracies being those of the queries, with series of each epoch:
+        ``validation/lr=R``, ``entropy/lr=R`` of the weights (nats), ``max_logit/lr=R`` and so on.
 
     Raises:
         ConfigError: the width of a head does not divide that of the model, or the pairs do not fit.
@@ -59,10 +70,10 @@ def run(cell: Cell, progress: Progress) -> Result:
     head, pairs = int(cell.task.removeprefix("D=")), options["pairs"]
     if options["width"] % head:
         raise ConfigError(f"option width is {options['width']}, which heads of {head} features do not divide")
-    if options["vocabulary"] < 2 * (pairs + 1) or 4 * pairs > CONTEXT:
-        raise ConfigError(
-            f"option pairs is {pairs}; it is at most {CONTEXT // 4}, and {pairs} pairs need vocabulary={2 * pairs + 2}"
-        )
+    if 4 * pairs > CONTEXT:
+        raise ConfigError(f"option pairs is {pairs}; a sequence of {CONTEXT} tokens holds at most {CONTEXT // 4}")
+    if options["vocabulary"] < 2 * (pairs + 1):
+        raise ConfigError(f"option vocabulary is {options['vocabulary']}; {pairs} pairs need {2 * (pairs + 1)} or more")
     options |= {"heads": options["width"] // head, "layers": 1}
     draw = torch.Generator().manual_seed(cell.seed)
     train, validation, test = (

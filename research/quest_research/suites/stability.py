@@ -87,6 +87,8 @@ def pydocs(cell: Cell, options: Mapping[str, Any], draw: torch.Generator) -> Pro
 class LanguageModel(nn.Module):
     """A causal pre-norm Transformer over characters."""
 
+    tokens: nn.Module  # tokens [B, N] -> features [B, N, E]
+
     def __init__(self, attention: str, vocabulary: int, options: Mapping[str, Any]) -> None:
         super().__init__()
         width, heads = options["width"], options["heads"]

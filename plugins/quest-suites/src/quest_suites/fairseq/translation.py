@@ -127,8 +127,7 @@ def translate(checkpoint: Path, data_bin: Path, device: list[str]) -> Lines:
     main(parsed("generation", given))
     written = (checkpoint.parent / "generate-test.txt").read_text(encoding="utf-8")
     fields = [line[2:].split("\t") for line in written.splitlines() if line.startswith("H-")]
-    numbered = {int(number): text for number, _, text in fields}
-    return [numbered[line] for line in range(len(numbered))]
+    return [text for _, text in sorted((int(number), text) for number, _, text in fields)]
 
 
 def look(model: nn.Module, task: Any) -> dict[str, float]:
