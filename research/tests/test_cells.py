@@ -26,6 +26,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "aft/causal": {"images": 40, "epochs": 2, "layers": 1, "rounds": 1},
     "widths/text": {"steps": 6, "layers": 1, "width": 16, "rates": 2},
     "recall/mqar": {"train": 16, "batch": 4, "test": 8, "width": 16, "rates": 2},
+    "recall/mad": {"train": 16, "batch": 4, "test": 8, "rates": 2},
 }  # fmt: skip
 
 
@@ -41,6 +42,7 @@ SMALL: dict[str, dict[str, Any]] = {
         ("aft/causal", "image=7", "aft-simple", 0.5),
         ("widths/text", "D=4", "quest", 0.5),
         ("recall/mqar", "D=4", "quest", 0.5),
+        ("recall/mad", "compression", "quest", 0.5),
     ],
 )
 def test_a_stopped_cell_continues(

@@ -11,7 +11,7 @@ several learning rates.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,8 +58,7 @@ def run(cell: Cell, progress: Progress) -> Result:
         cell: `task` is "D=" and the features of a head.
 
     Returns:
-        What `over_rates` returns, the accuracies being those of the queries, with series of each epoch:
-        ``validation/lr=R``, ``entropy/lr=R`` of the weights (nats), ``max_logit/lr=R`` and so on.
+        See `learn`.
 
     Raises:
         ConfigError: the width of a head does not divide that of the model, or the pairs do not fit.
@@ -76,13 +75,30 @@ def run(cell: Cell, progress: Progress) -> Result:
         raise ConfigError(f"option vocabulary is {options['vocabulary']}; {pairs} pairs need {2 * (pairs + 1)} or more")
     options |= {"heads": options["width"] // head, "layers": 1}
     draw = torch.Generator().manual_seed(cell.seed)
-    train, validation, test = (
-        sequences(options[count], pairs, options["vocabulary"], draw) for count in ("train", "test", "test")
-    )
+    splits = [sequences(options[count], pairs, options["vocabulary"], draw) for count in ("train", "test", "test")]
+    return learn(cell, options, splits, lambda: RecallModel(cell.attention, options), progress)
+
+
+def learn(
+    cell: Cell, options: Mapping[str, Any], splits: Sequence[Split], make: Callable[[], nn.Module], progress: Progress
+) -> Result:
+    """Train a model at every learning rate.
+
+    Args:
+        options: of the training; those of the cell, or of its smoke test.
+        splits: for training, validation and test: tokens [count, N], and the answers at the places that ask, else
+            IGNORED.
+        make: returns a model: tokens [B, N] -> logits [B, N, vocabulary].
+
+    Returns:
+        What `over_rates` returns, the accuracies being those of the answers, with series of each epoch:
+        ``validation/lr=R``, ``entropy/lr=R`` of the weights (nats), ``max_logit/lr=R`` and so on.
+    """
+    train, validation, test = splits
 
     def once(rate: float, name: str, progress: Progress) -> Trained:
         torch.manual_seed(cell.seed)
-        model = RecallModel(cell.attention, options)
+        model = make()
         try:
             found = fit(
                 cell,

@@ -88,6 +88,7 @@ class LanguageModel(nn.Module):
     """A causal pre-norm Transformer over characters."""
 
     tokens: nn.Module  # tokens [B, N] -> features [B, N, E]
+    out: nn.Module  # features [B, N, E] -> logits [B, N, vocabulary]
 
     def __init__(self, attention: str, vocabulary: int, options: Mapping[str, Any]) -> None:
         super().__init__()

@@ -146,6 +146,19 @@ RECALL_OPTIONS = [
     number("weight_decay", 0.01, "of AdamW, on every parameter"),
 ]
 
+MAD_OPTIONS = [
+    whole("train", 25600, "training sequences"),
+    whole("test", 1000, "sequences of the test, and of validation"),
+    whole("epochs", 1, "passes over the training sequences"),
+    whole("batch", 32, "sequences in a mini-batch"),
+    whole("width", 32, "features of a token"),
+    whole("heads", 2, "attention heads of a block"),
+    whole("layers", 2, "Transformer blocks"),
+    whole("rates", 3, "learning rates, half a decade apart", 2),
+    number("lowest", 0.001, "lowest learning rate"),
+    number("weight_decay", 0.01, "of AdamW, on every parameter"),
+]
+
 _VALIDATION = {"unit": "%", "selection": "validation"}
 _IMAGES = {"metric": "accuracy", **_VALIDATION, "data": IMAGE_DATA, "data_files": IMAGE_FILES}
 _IDX = {"data": IDX_DATA, "data_files": IMAGE_FILES[:1]}
@@ -212,6 +225,14 @@ SUITES: dict[str, dict[str, Any]] = {
         "metric": "accuracy",
         "also": RATES,
         "options": RECALL_OPTIONS,
+    },
+    "recall/mad": {
+        **_VALIDATION,
+        "summary": "MAD's synthetic tasks: recall in three variants, copying, compression and memorization",
+        "tasks": ["in-context", "fuzzy", "noisy", "copying", "compression", "memorization"],
+        "metric": "accuracy",
+        "also": RATES,
+        "options": MAD_OPTIONS,
     },
     "robustness/images": {
         **_IMAGES,
