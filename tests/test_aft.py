@@ -14,7 +14,7 @@ from torch import Tensor
 
 import quest_core
 from quest_core import ops as blocks
-from quest_core.mechanisms import aft_conv, aft_ops, naive
+from quest_core.mechanisms import aft_conv, aft_ops
 from quest_core.testing.truth import exact as by_reference
 
 ORDERED = ["aft-full", "aft-local", "aft-full(rank=null)", "aft-local(rank=null)"]
@@ -105,72 +105,30 @@ def compare(
     torch.testing.assert_close((got, *found), (want, *right), rtol=1e-9, atol=1e-9)
 
 
-@st.composite
-def problems(draw: st.DrawFn) -> dict[str, Any]:
-    spec = draw(st.sampled_from([*SEQUENCE, "aft-simple(query=false)", "aft-full(query=false)"]))
-    is_causal = draw(st.booleans())
-    n = draw(st.integers(1, 14))
-    return {
-        "spec": spec,
-        "is_causal": is_causal,
-        "shape": (
-            draw(st.integers(1, 3)),
-            draw(st.integers(1, 2)),
-            n,
-            n if spec.startswith("aft-local") and not is_causal else draw(st.integers(1, 14)),
-            draw(st.integers(1, 3)),
-        ),
-        "mask": draw(st.sampled_from(["none", "boolean", "additive"])),
-        "spread": draw(st.sampled_from([0.1, 3.0, 80.0, 2000.0])),
-        "loud": draw(st.sampled_from([1.0, 80.0, 2000.0])),
-        "small": draw(st.booleans()),
-        "seed": draw(st.integers(0, 10_000)),
-    }
+@given(st.data())
+def test_outputs_equal_the_reference(data: st.DataObject) -> None:
+    """With larger numbers than tests/grid draws, and on grids with unequal sides."""
 
+    def pick(*options: Any) -> Any:
+        return data.draw(st.sampled_from(options))
 
-@given(problems())
-def test_outputs_equal_the_reference(problem: dict[str, Any]) -> None:
-    batch, heads, n, m, dim = problem["shape"]
-    seed = problem["seed"]
-    q, k, v = tensors(problem["spec"], batch, heads, n, m, dim, seed)
-    k = k * problem["loud"]
-    mask = key_mask(problem["mask"], batch, m, seed)
-    made = build(problem["spec"], heads, dim, spread=problem["spread"], seed=seed)
-    compare(made, q, k, v, mask, problem["small"], is_causal=problem["is_causal"])
-
-
-@given(
-    st.sampled_from([("1", (7,)), ("1", (1,)), ("2", (3, 4)), ("2", (4, 4)), ("3", (2, 3, 2)), ("3", (2, 2, 2))]),
-    st.sampled_from([1, 3, 5]),
-    st.integers(0, 2),
-    st.sampled_from(["none", "boolean", "additive"]),
-    st.sampled_from([0.1, 3.0, 80.0]),
-    st.sampled_from([1.0, 80.0, 2000.0]),
-    st.sampled_from(["", ", query=false", ", gumbel=true"]),
-    st.booleans(),
-    st.integers(0, 1000),
-)
-def test_convolutions_equal_the_reference(
-    shape: tuple[str, tuple[int, ...]],
-    window: int,
-    prefix: int,
-    mask_kind: str,
-    spread: float,
-    loud: float,
-    option: str,
-    small: bool,
-    seed: int,
-) -> None:
-    dims, grid = shape
-    spec = f"aft-conv(dims={dims}, window={window}, prefix={prefix}{option})"
-    made = build(spec, 2, 3, spread=spread, seed=seed)
-    assert made.family is not None
+    spec = pick(*SEQUENCE, "aft-simple(query=false)", "aft-full(query=false)", *["aft-conv"] * 4)
+    is_causal, grid = spec != "aft-conv" and pick(False, True), ()
+    n, m = pick(*range(1, 15)), pick(*range(1, 15))
+    if spec.startswith("aft-local") and not is_causal:
+        m = n
+    if spec == "aft-conv":
+        grid, prefix = pick((7,), (1,), (3, 4), (4, 4), (2, 3, 2), (2, 2, 2)), pick(0, 1, 2)
+        options = pick("", ", query=false", ", gumbel=true")
+        spec = f"aft-conv(dims={len(grid)}, window={pick(1, 3, 5)}, prefix={prefix}{options})"
+        n = m = prefix + math.prod(grid)
+    batch, heads, dim, seed = pick(1, 2, 3), pick(1, 2), pick(1, 2, 3), pick(*range(1000))
+    made = build(spec, heads, dim, spread=pick(0.1, 3.0, 80.0) if grid else pick(0.1, 3.0, 80.0, 2000.0), seed=seed)
     if len(set(grid)) > 1:
-        made.family.grid = grid  # type: ignore[assignment]
-    tokens = prefix + math.prod(grid)
-    q, k, v = tensors(spec, 2, 2, tokens, tokens, 3, seed)
-    mask = key_mask(mask_kind, 2, tokens, seed)
-    compare(made, q, k * loud, v, mask, small, grid=grid)
+        made.family.grid = grid  # type: ignore[union-attr]
+    q, k, v = tensors(spec, batch, heads, n, m, dim, seed)
+    mask = key_mask(pick("none", "boolean", "additive"), batch, m, seed)
+    compare(made, q, k * pick(1.0, 80.0, 2000.0), v, mask, pick(False, True), is_causal=is_causal, grid=grid)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -278,8 +236,7 @@ def test_no_intermediate_grows_faster_than_the_sequence(
     assert largest[1] < 256 * 256 / 8
 
 
-@pytest.mark.parametrize("window", [0, 3])
-@pytest.mark.parametrize("table", [False, True])
+@pytest.mark.parametrize(("window", "table"), [(0, True), (3, False)])
 def test_operators_keep_their_contracts(window: int, table: bool) -> None:
     k, v, left, right = (torch.randn(shape, requires_grad=True) for shape in ((6, 4), (6, 4), (6, 2), (6, 2)))
     bias = (torch.randn(6, 6, requires_grad=True), None) if table else (left, right)
@@ -392,14 +349,12 @@ def test_crops_of_several_shapes_share_one_layer() -> None:
     ("spec", "n", "m", "message"),
     [
         ("aft-full(max_length=8)", 9, 9, "9 tokens are more than max_length=8.*aft-simple"),
-        ("aft-local(max_length=8)", 9, 9, "'aft-local': 9 tokens are more than max_length=8"),
-        ("aft-full(max_length=8)", 2, 9, "9 tokens are more than max_length=8"),
+        ("aft-local(max_length=8)", 2, 9, "'aft-local': 9 tokens are more than max_length=8"),
         ("aft-local", 4, 5, "4 queries and 5 keys of two sequences.*'aft-simple' or 'aft-full'"),
         ("aft-conv", 4, 9, "4 queries and 9 keys; use 'aft-simple' or 'aft-full'"),
         ("aft-conv", 5, 5, r"5 tokens less 0 prefix tokens are 5, which do not fill a square.*prefix=1"),
         ("aft-conv(dims=3)", 9, 9, "do not fill a cube"),
         ("aft-conv(grid=*x4)", 6, 6, r"do not fill the grid \*x4"),
-        ("aft-conv(grid=3x4)", 9, 9, "do not fill the grid 3x4"),
         ("aft-conv(dims=1, prefix=3)", 3, 3, "3 tokens less 3 prefix tokens are 0"),
     ],
 )
@@ -414,10 +369,8 @@ def test_wrong_lengths_are_refused(spec: str, n: int, m: int, message: str) -> N
     [
         ("aft-conv(window=4)", "window is 4; it needs a centre.* 3 or 5"),
         ("aft-conv(dims=4)", "dims is 4; a grid has 1, 2 or 3 axes"),
-        ("aft-conv(grid=14)", "option 'grid' is 14"),
         ("aft-conv(grid=axb)", r"grid is 'axb'; with dims=2 write '14x14'"),
         ("aft-conv(grid=*x*)", r"at most one extent as \*"),
-        ("aft-conv(dims=3, grid=2x2)", "with dims=3"),
         ("aft-conv(grid=²x2)", "grid is '²x2'; with dims=2"),
         ("aft-full(rank=0)", "option 'rank' is 0, but takes a whole number of at least 1 or null"),
         ("quest+aft-simple", "'aft-simple' never forms attention weights, so it is not combined"),
@@ -432,47 +385,6 @@ def test_values_of_another_width_cannot_be_gated() -> None:
     q, k, v = tensors("aft-simple", 1, 2, 4, 4, 3)
     with pytest.raises(quest_core.InputError, match="v has head_dim 2; attention-free gates need that of q, 3"):
         quest_core.attention(q, k, v[..., :2], "aft-simple")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("spec", "is_causal"), [(s, c) for s in SEQUENCE for c in (False, True)] + [("aft-conv(window=3)", False)]
-)
-def test_error_is_at_most_twice_that_of_plain_arithmetic(spec: str, dtype: torch.dtype, is_causal: bool) -> None:
-    """`Plain` is the softmax written down with operations of the same type."""
-    conv = spec.startswith("aft-conv")
-    made = build(spec, 2, 4, spread=0.5).to(dtype)
-    q, k, v = (x.to(dtype) for x in tensors(spec, 2, 2, 36, 36, 4))
-    exact = truth(made, q, k, v, is_causal=is_causal, grid=(6, 6))
-    family: Any = made.family
-    if conv:
-        biases = torch.nn.functional.pad(family.bias().detach().to(dtype).flatten(1), (0, 1))
-        w = biases[:, family._reference_bins(36)][..., None]  # [H, T, T', 1]
-    elif spec == "aft-simple":
-        w = torch.zeros(36, 36, 1, dtype=dtype)
-    else:
-        full = family.table if family.table is not None else family.query_positions @ family.key_positions.T
-        w = full[:36, :36]
-        if family.window:
-            w = w.masked_fill((torch.arange(36)[:, None] - torch.arange(36)).abs() >= family.window, 0)
-        w = w[:, :, None]
-    hidden = ~naive.visible(36, 36, None, is_causal)[..., None]
-    weights = (k[:, :, None] + w).masked_fill(hidden, -math.inf).softmax(3)  # [B, H, T, T', D]
-    plain = q.sigmoid() * (weights * v[:, :, None]).sum(3)
-    got = made(q, k, v, is_causal=is_causal)
-    error, allowed = ((x.double() - exact).square().mean().sqrt() for x in (got, plain))
-    assert error <= 2 * allowed
-
-
-def test_gumbel_samples_follow_the_gumbel_softmax() -> None:
-    """At each position the mean of the hardened samples is softmax(w), whatever the temperature."""
-    made = build("aft-conv(dims=1, window=3, gumbel=true)", heads=1).train()
-    family: Any = made.family
-    w = family.bias().detach()
-    torch.manual_seed(0)
-    draws = torch.stack([(family._positions() / w).argmax(1) for _ in range(4000)]).flatten()
-    share = torch.bincount(draws, minlength=3) / 4000
-    torch.testing.assert_close(share, w.softmax(1)[0].float(), rtol=0, atol=0.03)
 
 
 @pytest.mark.parametrize("spec", ["aft-simple", "aft-full", "aft-local", "aft-conv(window=3)"])

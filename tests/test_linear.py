@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from allocations import Largest
-from hypothesis import given
-from hypothesis import strategies as st
+from test_normalizers import tensors
 from torch import Tensor
 
 import quest_core
@@ -19,15 +18,6 @@ from quest_core.testing.truth import exact
 NAMES = ["linear", "cosine"]
 LONG = 5 * linear.CHUNK + 37
 """Several chunks, none of them full."""
-
-
-def tensors(batch: int, heads: int, n: int, m: int, dim: int, seed: int = 0) -> tuple[Tensor, ...]:
-    """q [B, H, N, D], k and v [B, H, M, D] in float64, laid out as projections leave them."""
-    made = torch.Generator().manual_seed(seed)
-    return tuple(
-        torch.randn(batch, tokens, heads, dim, generator=made, dtype=torch.float64).transpose(1, 2)
-        for tokens in (n, m, m)
-    )
 
 
 def build(name: str, heads: int, dim: int, seed: int = 0) -> quest_core.Mechanism:
@@ -46,7 +36,7 @@ def truth(made: quest_core.Mechanism, q: Tensor, k: Tensor, v: Tensor, **options
 
 
 def test_an_additive_mask_multiplies_the_weights() -> None:
-    q, k, v = tensors(2, 2, 70, 70, 4)
+    q, k, v = tensors(2, 2, 2, 70, 70, 4)
     bias = (3 * torch.randn(2, 70, dtype=torch.float64)).masked_fill(torch.rand(2, 70) < 0.3, -math.inf)
     for name, is_causal in ((name, c) for name in NAMES for c in (False, True)):
         made = build(name, 2, 4)
@@ -63,65 +53,24 @@ def test_an_additive_mask_multiplies_the_weights() -> None:
     torch.testing.assert_close(out.double(), truth(build("linear", 2, 4), q, k, v, key_mask=bias), rtol=1e-4, atol=1e-4)
 
 
-def as_mask(seen: Tensor | None, additive: bool = False) -> Tensor | None:
-    """[B, M] -> [B, 1, 1, M]."""
-    if seen is None:
-        return None
-    mask = seen[:, None, None, :]
-    return torch.zeros(mask.shape).masked_fill(~mask, -math.inf) if additive else mask
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> dict[str, Any]:
-    tokens = st.one_of(st.integers(1, 9), st.sampled_from([63, 64, 65, 130]))
-    return {
-        "name": draw(st.sampled_from(NAMES)),
-        "shape": (
-            draw(st.integers(1, 3)),
-            draw(st.integers(1, 3)),
-            draw(tokens),
-            draw(tokens),
-            draw(st.sampled_from([1, 3, 8])),
-        ),
-        "masked": draw(st.booleans()),
-        "additive": draw(st.booleans()),
-        "is_causal": draw(st.booleans()),
-        "seed": draw(st.integers(0, 10_000)),
-    }
-
-
-@given(problems())
-def test_outputs_and_gradients_equal_the_reference(problem: dict[str, Any]) -> None:
-    batch, heads, n, m, dim = problem["shape"]
-    made = build(problem["name"], heads, dim, problem["seed"])
-    inputs = [*(x.requires_grad_() for x in tensors(batch, heads, n, m, dim, problem["seed"])), *made.parameters()]
-    q, k, v = inputs[:3]
-    generator = torch.Generator().manual_seed(problem["seed"] + 1)
-    seen = torch.rand(batch, m, generator=generator) > 0.4 if problem["masked"] else None
-    want = truth(made, q, k, v, key_mask=seen, is_causal=problem["is_causal"])
-    got = made(q, k, v, attn_mask=as_mask(seen, problem["additive"]), is_causal=problem["is_causal"])
-    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
-    probe = torch.randn(want.shape, dtype=torch.float64, generator=generator)
-    for mine, true in zip(
-        torch.autograd.grad((got * probe).sum(), inputs), torch.autograd.grad((want * probe).sum(), inputs), strict=True
-    ):
-        torch.testing.assert_close(mine, true, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_long_causal_sequences_equal_the_reference(name: str, masked: bool) -> None:
-    q, k, v = tensors(2, 1, LONG - 5, LONG, 3)
+    q, k, v = inputs = [x.requires_grad_() for x in tensors(2, 1, 1, LONG - 5, LONG, 3)]
     seen = torch.rand(2, LONG) > 0.3 if masked else None
     made = build(name, 1, 3)
     want = truth(made, q, k, v, key_mask=seen, is_causal=True)
-    torch.testing.assert_close(made(q, k, v, attn_mask=as_mask(seen), is_causal=True), want, rtol=1e-9, atol=1e-9)
+    mask = None if seen is None else seen[:, None, None]
+    got = made(q, k, v, attn_mask=mask, is_causal=True)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    found, right = (torch.autograd.grad(out.sin().sum(), inputs) for out in (got, want))
+    torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-9)
 
 
 def test_features_far_below_zero_do_not_cancel() -> None:
     """elu(-30) + 1 is 0 in float32, exp(-30) is not: a query of such features still has its weights."""
     q, k, v = (
-        (x - shift).float().requires_grad_() for x, shift in zip(tensors(1, 1, 3, 4, 2), (30, 30, 0), strict=True)
+        (x - shift).float().requires_grad_() for x, shift in zip(tensors(1, 1, 1, 3, 4, 2), (30, 30, 0), strict=True)
     )
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
     out, want = quest_core.attention(q, k, v, "linear"), truth(quest_core.Mechanism("linear"), *wide)
@@ -133,7 +82,7 @@ def test_features_far_below_zero_do_not_cancel() -> None:
 @pytest.mark.parametrize("bias", [-50.0, -90.0, -100.0])
 def test_padding_hidden_by_a_moderate_bias_poisons_no_gradient(bias: float) -> None:
     """The first rows see only keys of weight exp(bias), whose reciprocal or its derivative float32 cannot hold."""
-    inputs = [x.float().requires_grad_() for x in tensors(1, 1, 6, 6, 2)]
+    inputs = [x.float().requires_grad_() for x in tensors(1, 1, 1, 6, 6, 2)]
     mask = torch.zeros(1, 1, 1, 6).index_fill(3, torch.tensor([0, 1]), bias)
     out = quest_core.attention(*inputs, "linear", attn_mask=mask, is_causal=True)
     assert out.isfinite().all()
@@ -141,7 +90,7 @@ def test_padding_hidden_by_a_moderate_bias_poisons_no_gradient(bias: float) -> N
 
 
 def test_sums_in_float16_do_not_overflow() -> None:
-    q, k, v = (x.half() for x in tensors(1, 1, 500, 500, 8))
+    q, k, v = (x.half() for x in tensors(1, 1, 1, 500, 500, 8))
     out = quest_core.attention(q + 20, k + 20, v, "linear", is_causal=True)
     want = truth(quest_core.Mechanism("linear"), q + 20, k + 20, v, is_causal=True)
     torch.testing.assert_close(out.double(), want, rtol=2e-3, atol=2e-3)
@@ -157,7 +106,7 @@ def test_the_starting_value_is_that_of_the_specification() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_autocast_gives_the_lower_type_and_sums_in_float32(name: str) -> None:
-    q, k, v = (x.float() for x in tensors(2, 2, 100, 100, 16))
+    q, k, v = (x.float() for x in tensors(2, 2, 2, 100, 100, 16))
     made = build(name, 2, 16).float()
     with torch.autocast("cpu", torch.bfloat16):
         out = made(q, k, v, is_causal=True)
@@ -178,7 +127,7 @@ def test_memory_is_linear_in_the_tokens(name: str, is_causal: bool) -> None:
     made = build(name, 2, dim).float()
     recorded = []
     for tokens in (2048, 4096):
-        inputs = [x.float().requires_grad_() for x in tensors(1, 2, tokens, tokens, dim)]
+        inputs = [x.float().requires_grad_() for x in tensors(1, 2, 2, tokens, tokens, dim)]
         with Largest() as seen:
             made(*inputs, is_causal=is_causal).sum().backward()
         assert seen.elements <= 2 * tokens * max(linear.CHUNK, dim + 1)  # C×C products of a chunk, or an input

@@ -68,14 +68,6 @@ def test_every_combination_equals_its_reference_and_trains(combination: tuple[st
     assert quest_core.AttentionConfig.parse(str(config)) == config
 
 
-@pytest.mark.parametrize("family", SPECIFIED["family"])
-def test_families_stand_alone(family: str) -> None:
-    for other in ("quest", "sigmoid", "mqa", "linear"):
-        if other != family:
-            with pytest.raises(quest_core.ConfigError, match=r"is not combined|two choices for the family"):
-                quest_core.AttentionConfig.parse(f"{family}+{other}")
-
-
 def trace(spec: Mapping[str, Any]) -> list[object]:
     """All that an option may change: the start of projections, parameters, results of training and of evaluation."""
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_normalizers import tensors
 from torch import Tensor, nn
 
 import quest_core
@@ -19,15 +20,6 @@ from quest_core.testing.truth import exact
 
 SCORES = [name for name, part in mechanisms().items() if part.axis == "score" and not part.chained]
 FREE = [name for name in SCORES if not mechanisms()[name].learnable]
-
-
-def tensors(batch: int, heads: int, groups: int, n: int, m: int, dim: int, seed: int = 0) -> tuple[Tensor, ...]:
-    """q [B, H, N, D], k and v [B, G, M, D] in float64, laid out as projections leave them."""
-    made = torch.Generator().manual_seed(seed)
-    return tuple(
-        torch.randn(batch, tokens, h, dim, generator=made, dtype=torch.float64).transpose(1, 2)
-        for h, tokens in ((heads, n), (groups, m), (groups, m))
-    )
 
 
 def test_quest_ignores_how_loud_a_key_is() -> None:
@@ -63,14 +55,6 @@ def test_starting_values_are_those_of_the_specification() -> None:
     torch.testing.assert_close(got, math.sqrt(16) * cosine)
 
 
-def test_head_scale_is_capped() -> None:
-    made = quest_core.Mechanism("qknorm-hs", num_heads=1, head_dim=2)
-    with torch.no_grad():
-        made.score.log_scale.fill_(50.0)
-    unit_vector = torch.tensor([[[[1.0, 0.0]]]])
-    assert made.logits(unit_vector, unit_vector).item() == pytest.approx(100.0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cap", [1.0, 3.0, 10.0, 100.0])
 def test_a_head_scale_at_its_cap_has_a_gradient_and_one_above_has_none(cap: float, dtype: torch.dtype) -> None:
@@ -79,7 +63,9 @@ def test_a_head_scale_at_its_cap_has_a_gradient_and_one_above_has_none(cap: floa
     for above, slope in ((0.0, cap), (0.5, 0.0)):
         with torch.no_grad():
             made.score.log_scale.add_(above)
-        (grad,) = torch.autograd.grad(made.logits(unit_vector, unit_vector).sum(), made.score.log_scale)
+        (logit,) = made.logits(unit_vector, unit_vector).flatten()
+        assert logit.item() == pytest.approx(cap, rel=0.02)
+        (grad,) = torch.autograd.grad(logit, made.score.log_scale)
         assert grad.item() == pytest.approx(slope, rel=0.02)  # bfloat16 rounds the logarithm
 
 
@@ -245,9 +231,3 @@ def test_a_trace_exported_to_onnx_takes_any_length(spec: str, causal: bool) -> N
 def test_a_trace_that_would_fix_the_number_of_keys_is_not_exported(spec: str) -> None:
     with pytest.raises(UnsupportedError, match="counts its keys, and torch.onnx.export"):
         traced_to_onnx(CausalOrNot(spec, spec == "linear"))
-
-
-def test_large_norms_in_bfloat16() -> None:
-    q, k, v = (x.bfloat16() for x in tensors(1, 2, 2, 16, 16, 32))
-    out = quest_core.attention(q, k * 1e4, v, "quest")
-    torch.testing.assert_close(out, quest_core.attention(q, k, v, "quest"), rtol=0.05, atol=0.05)

@@ -5,31 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 from allocations import Largest
-from hypothesis import assume, given
-from hypothesis import strategies as st
 from torch import Tensor
 
 import quest_core
 from quest_core import ops as blocks
-from quest_core.mechanisms import naive
-from quest_core.ops import (
-    hides_the_future,
-)
 from quest_core.testing.truth import exact
 
-SPECS: list[tuple[str, str, dict[str, float]]] = [
-    ("quest+sigmoid", "sigmoid", {}),
-    ("quest+sigmoid(bias=-0.5)", "sigmoid", {"bias": -0.5}),
-    ("quest+sinkhorn", "sinkhorn", {}),
-    ("quest+sinkhorn(iterations=2, eps=0.7)", "sinkhorn", {"iterations": 2, "eps": 0.7}),
-    ("quest+sinkhorn(iterations=5, eps=2)", "sinkhorn", {"iterations": 5, "eps": 2.0}),
-    ("quest+sinkhorn(iterations=6)", "sinkhorn", {"iterations": 6}),
-]
 PATHS = ["plain", "blocks"]
 
 
@@ -54,80 +39,23 @@ def tensors(batch: int, heads: int, groups: int, n: int, m: int, dim: int, seed:
     )
 
 
-def make_mask(kind: str, batch: int, heads: int, n: int, m: int, seed: int = 0) -> Tensor | None:
-    made = torch.Generator().manual_seed(seed + 1)
-    shape = {
-        "none": (),
-        "bool": (n, m),
-        "per head": (batch, heads, n, m),
-        "keys": (batch, 1, 1, m),
-        "additive": (batch, 1, n, m),
-        "additive keys": (batch, 1, 1, m),
-        "queries and keys": (batch, 1, n, m),
-    }[kind]
-    if kind == "none":
-        return None
-    if kind == "queries and keys":
-        rows = torch.rand(batch, 1, n, 1, generator=made) > 0.3
-        return rows & (torch.rand(batch, 1, 1, m, generator=made) > 0.3)
-    seen = torch.rand(shape, generator=made) > 0.4
-    if not kind.startswith("additive"):
-        return seen
-    return torch.randn(shape, generator=made, dtype=torch.float64).masked_fill(~seen, -math.inf)
-
-
-MASKS = ["none", "bool", "per head", "keys", "additive", "additive keys", "queries and keys"]
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> dict[str, Any]:
-    heads = draw(st.sampled_from([1, 2, 4]))
-    choice = draw(st.sampled_from(SPECS))
-    return {
-        "choice": choice,
-        "path": draw(st.sampled_from(PATHS)),
-        "shape": (
-            draw(st.integers(1, 3)),
-            heads,
-            draw(st.sampled_from([g for g in (1, 2, 4) if heads % g == 0])),
-            draw(st.integers(1, 9)),
-            draw(st.integers(1, 9)),
-            draw(st.sampled_from([1, 4])),
-        ),
-        "mask": draw(st.sampled_from(MASKS)),
-        "is_causal": choice[1] == "sigmoid" and draw(st.booleans()),
-        "seed": draw(st.integers(0, 10_000)),
-    }
-
-
-@given(problems())
-def test_outputs_weights_and_gradients_equal_the_reference(problem: dict[str, Any]) -> None:
-    spec, name, _ = problem["choice"]
-    batch, heads, groups, n, m, _ = shape = problem["shape"]
-    inputs = [x.requires_grad_() for x in tensors(*shape, seed=problem["seed"])]
-    mask = make_mask(problem["mask"], batch, heads, n, m, problem["seed"])
-    assume(name != "sinkhorn" or mask is None or not hides_the_future(mask))  # which it refuses
-    given_spec = spec if groups == heads else f"{spec}+gqa"
-    how = {"is_causal": problem["is_causal"]}
-    made = quest_core.Mechanism(
-        given_spec if groups == heads else f"{spec}+gqa(kv_heads={groups})", num_heads=heads, head_dim=shape[-1]
-    )
-    want, want_weights, _ = exact(made, *inputs, attn_mask=mask, **how)
-    probe = torch.randn(want.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    want_gradients = torch.autograd.grad((want * probe).sum(), inputs)
-    with path(problem["path"]):
-        got = made(*inputs, attn_mask=mask, **how)
-        gradients = torch.autograd.grad((got * probe).sum(), inputs)
-    slow, weights = made.forward_with_weights(*inputs, attn_mask=mask, **how)
-    seen = naive.visible(n, m, mask, problem["is_causal"]).expand(weights.shape)
-    assert (weights[~seen] == 0).all()
-    for mine, true in (
-        (got, want),
-        (slow, want),
-        (weights, want_weights),
-        *zip(gradients, want_gradients, strict=True),
-    ):
-        torch.testing.assert_close(mine, true, rtol=1e-10, atol=1e-10)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "spec", ["sigmoid", "quest+sigmoid(bias=-0.5)+gqa(kv_heads=2)", "sinkhorn", "quest+sinkhorn(iterations=2, eps=0.7)"]
+)
+def test_blocks_equal_the_reference(spec: str, is_causal: bool) -> None:
+    """tests/grid draws other sizes and masks."""
+    made = quest_core.Mechanism(spec, num_heads=4, head_dim=4)
+    if is_causal and "sinkhorn" in spec:
+        return
+    inputs = [x.requires_grad_() for x in tensors(2, 4, 2 if "gqa" in spec else 4, 7, 8, 4)]
+    mask = torch.randn(2, 1, 7, 8, dtype=torch.float64).masked_fill(torch.rand(2, 1, 7, 8) > 0.6, -math.inf)
+    want = exact(made, *inputs, attn_mask=mask, is_causal=is_causal)[0]
+    with path("blocks"):
+        got = made(*inputs, attn_mask=mask, is_causal=is_causal)
+        gradients = torch.autograd.grad(got.sin().sum(), inputs)
+    wanted = torch.autograd.grad(want.sin().sum(), inputs)
+    torch.testing.assert_close((got, *gradients), (want, *wanted), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("way", PATHS)
@@ -162,17 +90,6 @@ def test_half_steps_leave_the_sums_they_promise(n: int, m: int) -> None:
     torch.testing.assert_close(many.sum(-2), columns, rtol=1e-9, atol=1e-9)
 
 
-def test_padding_takes_no_mass() -> None:
-    q, k, _ = tensors(1, 2, 2, 6, 8, 4)
-    mask = torch.zeros(1, 1, 6, 8, dtype=torch.bool)
-    mask[..., :4, :5] = True
-    weights = weights_of("quest+sinkhorn(iterations=200)", q, k, mask)
-    rows, columns = torch.zeros(6).double(), torch.zeros(8).double()
-    rows[:4], columns[:5] = 1, 4 / 5
-    torch.testing.assert_close(weights.sum(-1), rows.expand(1, 2, 6), rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(weights.sum(-2), columns.expand(1, 2, 8), rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize("way", PATHS)
 @pytest.mark.parametrize("spec", ["quest+sigmoid", "quest+sinkhorn", "quest+sinkhorn(iterations=2)"])
 def test_dropout_acts_on_the_weights_and_repeats_under_a_seed(spec: str, way: str) -> None:
@@ -189,7 +106,7 @@ def test_dropout_acts_on_the_weights_and_repeats_under_a_seed(spec: str, way: st
         eye = torch.eye(6, dtype=torch.float64).expand(2, 2, 6, 6)
         ratio = run(q, k, eye) / quest_core.attention(q, k, eye, spec)
         assert set(ratio.round(decimals=9).unique().tolist()) == {0.0, 2.0}
-        assert torch.autograd.gradcheck(run, tuple(x[:1].requires_grad_() for x in (q, k, v)))
+        assert torch.autograd.gradcheck(run, tuple(x[:1].requires_grad_() for x in (q, k, v)), fast_mode=True)
 
 
 @pytest.mark.parametrize("spec", ["quest+sigmoid", "quest+sinkhorn"])
@@ -197,7 +114,9 @@ def test_a_learned_additive_mask_gets_its_gradient(spec: str) -> None:
     q, k, v = tensors(1, 2, 2, 4, 5, 3)
     bias = torch.randn(1, 2, 4, 5, dtype=torch.float64, requires_grad=True)
     with path("blocks"):
-        assert torch.autograd.gradcheck(lambda b: quest_core.attention(q, k, v, spec, attn_mask=b), (bias,))
+        assert torch.autograd.gradcheck(
+            lambda b: quest_core.attention(q, k, v, spec, attn_mask=b), bias, fast_mode=True
+        )
 
 
 @pytest.mark.parametrize("masked", [False, True])
