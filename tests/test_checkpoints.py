@@ -195,12 +195,6 @@ def test_one_layer_of_another_attention_leaves_all_as_they_were() -> None:
     assert_unchanged(made, before)
 
 
-def test_stock_models_name_the_unexpected_key() -> None:
-    with pytest.raises(RuntimeError, match=rf"Unexpected key.*self_attn\.mechanism\.{ENTRY}"):
-        model(None).load_state_dict(model("quest").state_dict())
-    model(None).load_state_dict(model("standard").state_dict())
-
-
 @pytest.mark.parametrize("kept", ["layers.0.norm1.", "layers.0.self_attn.out_proj.lora_A.default."])
 def test_a_file_without_the_weights_of_a_layer_does_not_name_its_attention(kept: str) -> None:
     state = {f"{kept}weight": torch.ones(8)}
@@ -285,13 +279,6 @@ def test_what_only_one_attention_learns_is_no_missing_or_unexpected_key(trained:
         if ".mechanism." in name:
             theirs = source.state_dict().get(name) if name.endswith("log_scale") else None
             torch.testing.assert_close(x, before[name] if theirs is None else theirs)
-
-
-def test_inject_takes_attention_from() -> None:
-    made, _ = quest_core.inject(model(None), "quest", attention_from="standard")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        made.load_state_dict(model(None).state_dict())
 
 
 @pytest.mark.parametrize("trained", ["standard", "quest"])

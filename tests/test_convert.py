@@ -56,6 +56,7 @@ def test_even_keys_leave_the_output_as_it_was(settings: dict[str, Any]) -> None:
     assert report.layers[0].key_norms == pytest.approx((3, 0.5, 8), rel=1e-5)
     assert report.layers[0].factors == pytest.approx((1.5, 0.25, 4), rel=1e-5)
     assert report.calibrated < 1e-5 < 1e-2 < report.uncalibrated
+    assert str(report).startswith("attention=quest calibrated in 1 module")
 
 
 def test_uneven_keys_get_their_mean_and_the_report_says_what_that_gives() -> None:
@@ -113,12 +114,6 @@ def test_a_grouping_that_changes_nothing_is_allowed() -> None:
     wanted = stock(x, x, x)[0]
     ours, _ = quest_core.calibrate(stock, [(x, x, x)], {"name": "quest", "kv_heads": H})
     torch.testing.assert_close(ours(x, x, x)[0], wanted, rtol=1e-4, atol=1e-4)
-
-
-def test_the_report_reads_well() -> None:
-    _, report = quest_core.calibrate(model(), [torch.randn(2, 5, E)])
-    assert str(report).startswith("attention=quest calibrated in 2 modules: the output changes by 0.")
-    assert [layer.path for layer in report.layers] == ["layers.0.self_attn", "layers.1.self_attn"]
 
 
 def test_batches_are_run_as_the_example_of_inject() -> None:
@@ -222,16 +217,6 @@ def test_an_error_leaves_the_model_untouched(
         quest_core.calibrate(made, options.pop("batches", X), **options)
     assert [type(m) for m in made.modules()] == classes
     assert all(torch.equal(a, b) for a, b in zip(before.values(), made.state_dict().values(), strict=True))
-
-
-def test_half_precision_projections_are_scaled_in_full() -> None:
-    module = quest_core.MultiheadAttention(E, H, dtype=torch.bfloat16)
-    before = module.in_proj_weight.detach().clone()
-    factor = torch.tensor([1 / 3, 7.0, 1e-3], dtype=torch.float64)
-    TorchAdapter().scale_queries(module, factor)
-    wanted = (before[:E].float().unflatten(0, (H, D)) * factor.float()[:, None, None]).flatten(0, 1).bfloat16()
-    assert torch.equal(module.in_proj_weight[:E], wanted)
-    assert torch.equal(module.in_proj_weight[E:], before[E:])
 
 
 class Own(nn.Module):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,32 +55,6 @@ def test_every_attention_is_replaced_and_reported() -> None:
     assert model.attention_report is report
     assert str(report).startswith("attention=quest in 5 modules (MultiheadAttention; 1,440 parameters as before)")
     assert len(report.table().splitlines()) == 5
-
-
-def test_parameters_stay_the_same_objects() -> None:
-    model = encoder()
-    before = dict(model.named_parameters())
-    model, _ = quest_core.inject(model, "quest")
-    assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in before.items()}
-
-
-def test_learnable_mechanisms_are_seen_by_an_optimizer_made_afterwards() -> None:
-    model, report = quest_core.inject(encoder(), "qknorm-hs")
-    extra = [p for name, p in model.named_parameters() if "log_scale" in name]
-    assert len(extra) == 2
-    assert report.replacements[0].parameters_after - report.replacements[0].parameters_before == 4
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model(torch.randn(2, 5, 8)).square().sum().backward()
-    before = [p.clone() for p in extra]
-    optimizer.step()
-    assert all(not torch.equal(a, b) for a, b in zip(before, extra, strict=True))
-
-
-def test_random_state_is_left_alone() -> None:
-    model = encoder()
-    state = torch.get_rng_state()
-    quest_core.inject(model, "qknorm+gqa(kv_heads=2)")
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_grouped_projections_shrink_and_cannot_grow_back() -> None:
@@ -131,25 +107,22 @@ def test_wrapped_models_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "attention", "note"),
+    ("width", "heads", "attention", "note"),
     [
-        (4, "quest", "k_norm gives keys one norm already, up to its weights, so unit keys change only the scale"),
-        (16, "quest", "k_norm normalizes keys over all heads, and unit keys normalize those of each head after it"),
-        (4, "standard", ""),
+        (4, 4, "quest", "k_norm gives keys one norm already"),
+        (16, 4, "quest", "k_norm normalizes keys over all heads"),
+        (0, 4, "quest", "heads have 4 features"),
+        (0, 2, "quest", ""),
+        (4, 4, "standard", ""),
     ],
 )
-def test_the_report_says_what_unit_keys_mean_after_the_hosts_norm(width: int, attention: str, note: str) -> None:
-    layer = nn.TransformerEncoderLayer(16, 4, 32)
-    layer.self_attn.k_norm = nn.RMSNorm(width)
+def test_the_report_says_where_unit_keys_change_little(width: int, heads: int, attention: str, note: str) -> None:
+    layer = nn.TransformerEncoderLayer(16, heads, 32)
+    if width:
+        layer.self_attn.k_norm = nn.RMSNorm(width)
     text = str(quest_core.inject(layer, attention)[1])
     assert note in text
-    assert bool(note) is ("norm" in text)
-
-
-@pytest.mark.parametrize(("heads", "attention"), [(4, "quest"), (2, "quest"), (4, "standard")])
-def test_the_report_says_where_heads_are_narrow(heads: int, attention: str) -> None:
-    text = str(quest_core.inject(nn.TransformerEncoderLayer(16, heads, 32), attention)[1])
-    assert ("heads have 4 features" in text) is ((heads, attention) == (4, "quest"))
+    assert note or not {"norm", "features"} & set(text.split())
 
 
 def test_the_report_names_the_norm_of_keys_that_a_run_showed() -> None:
@@ -223,8 +196,8 @@ def test_an_adapter_that_fails_leaves_the_model_as_it_was(at: str, attention: st
     with pytest.raises(RuntimeError, match="failed"):
         quest_core.inject(model, attention, adapter=Failing(at), fresh=True)
     assert_same(snapshot(model), before)
-    assert torch.equal(torch.get_rng_state(), state)
     assert quest_core.inject(model, attention, fresh=True)[0] is model
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_an_error_leaves_the_model_as_it_was() -> None:
@@ -283,20 +256,9 @@ def test_a_module_stays_the_same_object_and_so_do_its_hooks() -> None:
     assert seen == [1]
 
 
-def test_unknown_adapter_is_named() -> None:
-    with pytest.raises(quest_core.PluginError, match="no plugin for 'nonsense' is installed"):
-        quest_core.inject(encoder(), "quest", adapter="nonsense")
-
-
 def test_a_host_that_cannot_honour_a_mechanism_refuses_it_by_name() -> None:
-    from quest_core.hosts.torch import TorchAdapter
-
     class Fixed(TorchAdapter):
-        name = "fixed"
-
-        def sites(self, model: nn.Module):  # type: ignore[no-untyped-def]
-            from dataclasses import replace
-
+        def sites(self, model: nn.Module) -> Iterator[quest_core.Site]:
             for site in super().sites(model):
                 yield replace(site, capabilities=quest_core.Capabilities(regroups=False))
 
@@ -388,24 +350,6 @@ def test_a_model_that_takes_no_attributes_can_be_injected() -> None:
 
     model, report = quest_core.inject(Sealed("list"), "quest")
     assert model.attention_report is report
-
-
-def test_a_kept_method_that_the_replacement_has_not_is_refused() -> None:
-    class Own(nn.MultiheadAttention):
-        def attend(self, x: torch.Tensor) -> torch.Tensor:
-            return self(x, x, x)[0]
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = Own(8, 2)
-            self.attend = self.attention.attend
-
-    model = nn.Sequential(Block())
-    before = model[0].attention
-    with pytest.raises(InjectionError, match=r"'0\.attend' is the method attend of a Own, which .* does not have"):
-        quest_core.inject(model, "quest")
-    assert model[0].attention is before
 
 
 @pytest.mark.parametrize("flag", ["fresh", "allow_partial"])

@@ -201,25 +201,11 @@ def test_a_plugin_without_its_host_is_left_out_with_a_line(
     assert "none is installed; fix: pip install 'quest-<host>[host]'" in capsys.readouterr().err
 
 
-def test_without_a_command_help_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["run"])
-    assert "nothing to run; write for example: quest run -- python train.py" in capsys.readouterr().err
-
-
 def test_another_python_without_quest_says_so(run: Run, tmp_path: Path) -> None:
     script(tmp_path, "import sys; sys.modules['quest_core'] = None\nimport toyhost")
     done = run("--host", "toy", "train.py")
     assert done.returncode == 1
     assert f"the plugin 'toy' cannot be installed in {sys.executable}: ModuleNotFoundError" in done.stderr
-
-
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["run", "--help"])
-    shown = capsys.readouterr().out
-    assert "gt.attention quest" in shown
-    assert "torchrun" in shown
 
 
 def test_every_module_of_a_host_is_waited_for() -> None:

@@ -176,17 +176,7 @@ def test_commands_of_plugins_are_forwarded(install: Install, capsys: pytest.Capt
     assert capsys.readouterr().out == "a --flag\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["doctr"], "invalid choice: 'doctr' (choose from"),
-        (["check", "--mechansm", "quest"], "unrecognized arguments: --mechansm"),
-        (["doctor", "--time", "6"], "unrecognized arguments: --time 6"),
-    ],
-)
-def test_a_misspelt_command_or_option_ends_with_status_2(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_shortened_option_ends_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        cli.main(arguments)
-    assert said in capsys.readouterr().err
+        cli.main(["doctor", "--time", "6"])
+    assert "unrecognized arguments: --time 6" in capsys.readouterr().err

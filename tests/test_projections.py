@@ -15,7 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import quest_core
 from quest_core import InputError, UnsupportedError
-from quest_core.drafts import assign, draft, restore
+from quest_core.drafts import assign, draft
 from quest_core.mechanism import head_sizes
 from quest_core.projections import (
     HeadSizes,
@@ -178,29 +178,6 @@ def test_a_smaller_layer_is_the_same_object_with_the_same_hooks() -> None:
     handle.remove()
     layer(torch.ones(E))
     assert seen == [24, 16]
-
-
-def test_a_draft_becomes_the_module_and_is_undone() -> None:
-    class Other(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(super().forward(x))  # type: ignore[no-any-return]
-
-    host = nn.Linear(2, 2)
-    host.note = "mine"
-    before = dict(vars(host))
-    for factor in (2.0, 3.0):  # the second draft starts from the host
-        made = draft(host, Other)
-        made.inner, made.note = nn.Linear(2, 2), factor
-        assert vars(host)["note"] == ("mine" if factor == 2 else 2.0)
-        assign(made)
-        assert type(host) is Other
-        assert host.note == factor
-        assert host(torch.ones(2)).shape == (2,)
-    restore(host)
-    assert type(host) is nn.Linear
-    assert vars(host) == before
-    with pytest.raises(TypeError):
-        draft(host, type("Slotted", (nn.Linear,), {"__slots__": ("own",)}))
 
 
 def test_head_sizes_of_an_attention() -> None:
@@ -390,27 +367,3 @@ def test_a_description_that_misses_a_role_is_refused_by_name() -> None:
         Packed("qvk").shrink(host, sizes, fresh=True)
     with pytest.raises(UnsupportedError, match="'q' should be in no name at all"):
         Packed("qkv", roles="kv").scale(host, sizes, "q", torch.ones(4))
-
-
-# --- adapters -----------------------------------------------------------------------------------------------------
-
-
-class _Adapter(quest_core.hosts.torch.TorchAdapter):
-    name = "mine"
-
-
-def test_an_adapter_scales_the_queries_of_the_projected_module_inside() -> None:
-    sizes = HeadSizes(4, 2, 2, 2, 2)
-    host = Host(LAYOUTS["packed"], sizes, bias=True, dtype=torch.float32, frozen=False)
-    before = host.by_role("q")
-    _Adapter().scale_queries(nn.Sequential(nn.Identity(), host), torch.full((4,), 2.0, dtype=torch.float64))
-    same_tensors(host.by_role("q"), {name: rows * 2 for name, rows in before.items()})
-
-
-@pytest.mark.parametrize("number", [0, 2])
-def test_a_module_without_one_description_cannot_be_scaled(number: int) -> None:
-    sizes = HeadSizes(4, 2, 2, 2, 2)
-    host = Host(LAYOUTS["packed"], sizes, bias=True, dtype=torch.float32, frozen=False)
-    several = nn.ModuleList(copy.deepcopy(host) for _ in range(number))
-    with pytest.raises(UnsupportedError, match=f"ModuleList of the adapter 'mine' has {number} parts with"):
-        _Adapter().scale_queries(several, torch.ones(4, dtype=torch.float64))
