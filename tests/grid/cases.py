@@ -36,7 +36,7 @@ class Subject:
         training: whether the module is in training mode.
         causal: whether it can be causal.
         cross: whether N and M may differ.
-        families: masks are of keys only.
+        key_masks: masks are of keys only.
         lengths: numbers of tokens that it takes.
     """
 
@@ -248,62 +248,6 @@ FULL_MASKS: Mapping[str, Mask] = {
 }
 
 
-def _places(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """The positions of queries [N, 1], of which the last one is that of the last key, and of keys [M]."""
-    n, m = shape[2:]
-    return torch.arange(n)[:, None] + m - n, torch.arange(m)
-
-
-def _triangle(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    i, j = _places(shape)
-    return j <= i
-
-
-def _triangle_infinite(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.where(_triangle(shape, dtype), 0.0, -math.inf).to(dtype)
-
-
-def _triangle_lowest(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    seen = _triangle(shape, dtype).expand(shape)
-    return torch.zeros(shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
-
-
-def _window(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    i, j = _places(shape)
-    return (i - j).abs() < 3
-
-
-def _causal_window(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return _window(shape, dtype) & _triangle(shape, dtype)
-
-
-def _sequences(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    i, j = _places(shape)
-    return (i // 3 == j // 3).expand(shape[0], 1, *shape[2:]).clone()
-
-
-def _causal_sequences(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return _sequences(shape, dtype) & _triangle(shape, dtype)
-
-
-def _prefix(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    i, j = _places(shape)
-    return torch.where((j <= i) | (j < shape[3] - shape[2] + 3), torch.randn(shape[2:]), -math.inf).to(dtype)
-
-
-STRUCTURED: Mapping[str, Mask] = {
-    "triangle": _triangle,
-    "triangle, -inf": _triangle_infinite,
-    "triangle, finfo.min": _triangle_lowest,
-    "window": _window,
-    "causal window": _causal_window,
-    "packed sequences": _sequences,
-    "packed causal sequences": _causal_sequences,
-    "prefix": _prefix,
-}
-CAUSAL = [name for name in STRUCTURED if "triangle" in name or "causal" in name]
-
-
 def masks_of(subject: Subject) -> list[str]:
     """The masks that a mechanism takes, 'none' first."""
     return ["none", *KEY_MASKS, *([] if subject.key_masks else FULL_MASKS)]
@@ -390,11 +334,8 @@ class Made:
         given = self.make(self.batch, self.heads, self.groups, n, m, self.dim, self.key_dim)
         base = [cast(x, self.cell.dtype) for x in given]
         if self.cell.mask != "none":
-            base.append(
-                {**KEY_MASKS, **FULL_MASKS, **STRUCTURED}[self.cell.mask](
-                    (self.batch, self.heads, n, m), self.cell.dtype
-                )
-            )
+            make = {**KEY_MASKS, **FULL_MASKS}[self.cell.mask]
+            base.append(make((self.batch, self.heads, n, m), self.cell.dtype))
         return tuple(base)
 
     def named(self) -> dict[str, Tensor]:

@@ -9,10 +9,8 @@ import torch
 
 import quest_core
 from devtools import versions
-from quest_core.mechanisms.naive import hidden
-from quest_core.registry import mechanisms
 
-from .cases import CAUSAL, DTYPES, LAYOUTS, STRUCTURED, SUBJECTS, Cell, Subject, check, gradients, masks_of
+from .cases import DTYPES, LAYOUTS, SUBJECTS, Cell, Subject, check, gradients, masks_of
 
 
 def run(cell: Cell) -> None:
@@ -55,46 +53,6 @@ def test_masks(subject: Subject) -> None:
     assert not wrong, "\n".join(wrong)
     if len(lacking) == len(cells):
         pytest.skip(lacking[0])
-
-
-UNSEEN = ("sinkhorn", "kdgqa", "pgqa")
-"""What declares that a result depends on keys that only other queries see."""
-
-
-@pytest.mark.parametrize("mask", STRUCTURED)
-@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda s: s.name)
-@pytest.mark.drawn(120)
-def test_structured_masks(subject: Subject, mask: str) -> None:
-    """The formula, and no change of what does not see a token that changes; or a refusal by name."""
-    if subject.key_masks or (not subject.causal and mask in CAUSAL):
-        with pytest.raises(quest_core.UnsupportedError, match=r"takes only masks of keys|cannot be causal"):
-            run(Cell(subject, mask=mask))
-        return
-    shift = SUBJECTS.index(subject) + list(STRUCTURED).index(mask)
-    for cross in (False, True) if subject.cross else (False,):
-        for dtype in (torch.float64, lower(shift)):
-            run(Cell(subject, "contiguous", dtype, mask, cross=cross))
-        made = Cell(subject, "contiguous", mask=mask, cross=cross).made()
-        q, k, v, given = made.tensors()
-        seen = ~hidden(given).expand(*q.shape[:3], k.shape[2])
-        call = made.seeded(made.call)
-        made.module.eval()  # training changes the sizes of dgqa
-        out = call(made.named(), q, k, v, given)
-        differ = []
-        for token in range(k.shape[2]):
-            other, values = k.clone(), v.clone()
-            other[:, :, token], values[:, :, token] = 3 * torch.randn(2, k.shape[1], k.shape[3]), 5.0
-            blind = ~seen[..., token]
-            now = call(made.named(), q, other, values, given)
-            differ.append(float((now - out)[blind].detach().abs().max()) if blind.any() else 0.0)
-        if not any(part in subject.name for part in UNSEEN):
-            assert max(differ) < 1e-12, differ
-
-
-def test_what_is_declared_of_unseen_keys() -> None:
-    declared = {name for name, part in mechanisms().items() if "unseen" in part.reads}
-    assert declared == set(UNSEEN)
-    assert not any(mechanisms()[name].causal for name in declared)
 
 
 OVERLAPPING = {  # shape, strides
