@@ -76,7 +76,7 @@ def test_steps_equal_one_pass(attention: str, sizes: list[int], cache: dict, gra
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("attention", KEPT + SUMMED)
-def test_rows_and_copies_go_their_own_ways(attention: str, cache: dict) -> None:
+def test_rows_go_their_own_ways(attention: str, cache: dict) -> None:
     model = Stack(attention)
     x = torch.randn(3, 13, 16, dtype=torch.float64)
     real = torch.rand(3, 13) > 0.3
@@ -84,13 +84,11 @@ def test_rows_and_copies_go_their_own_ways(attention: str, cache: dict) -> None:
     caches = [Cache(**cache), Cache(**cache)]
     with torch.no_grad():
         steps(model, x[:, :6], caches, [4, 1, 1], real)
-        copies = [cache.copy() for cache in caches]
         for rows in ([2, 2, 0, 1], [3, 1, 1]):  # a batch of 3 grows to 4 and shrinks again
             for cache_ in caches:
                 cache_.reorder(torch.tensor(rows))
             x, real = x[rows], real[rows]
         close(steps(model, x[:, 6:], caches, [1, 5, 1], real), model(x, real=real)[:, 6:])
-        assert [len(c) for c in copies] == [6, 6]
 
 
 @pytest.mark.parametrize("attention", KEPT + SUMMED)
@@ -274,8 +272,6 @@ def test_more_tokens_than_max_length_are_refused(attention: str) -> None:
         layer(torch.randn(2, 2, 16), is_causal=True, cache=cache)
     layer(torch.randn(2, 1, 16), is_causal=True, cache=cache)
     assert len(cache) == 5
-    with pytest.raises(quest_core.ConfigError, match="max_length is 0"):
-        Cache(max_length=0)
 
 
 @pytest.mark.parametrize("attention", ["quest", "linear", "aft-local", "elliptical"])
