@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
 from pathlib import Path
@@ -27,7 +26,7 @@ class Model(nn.Module):
         self.inner: Any = None
         if kind == "layer":
             self.inner = quest_core.Attention(16, 2, attention=attention)
-        elif kind == "multihead":
+        elif kind in ("multihead", "weights"):
             self.inner = nn.MultiheadAttention(16, 2, batch_first=True)
             quest_core.inject(self, attention)
         elif kind == "encoder":
@@ -39,6 +38,8 @@ class Model(nn.Module):
             return self.inner(x, key_mask=~padding)
         if self.kind == "multihead":
             return self.inner(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+        if self.kind == "weights":
+            return self.inner(x, x, x, key_padding_mask=padding)[0]
         if self.kind == "encoder":
             return self.inner(x, src_key_padding_mask=padding)
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)  # [B, H, N, D] each
@@ -67,7 +68,7 @@ def inputs(batch: int, tokens: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["standard", "quest", "qknorm", "quest+sigmoid"])
-@pytest.mark.parametrize("kind", ["multihead", "encoder", "layer", "call", "written"])
+@pytest.mark.parametrize("kind", ["multihead", "weights", "encoder", "layer", "call", "written"])
 @pytest.mark.parametrize("sizes", [(1, 5), (2, 5), (2, 1), (1, 1)], ids=str)
 def test_onnx_keeps_every_axis_dynamic(kind: str, attention: str, sizes: tuple[int, int], tmp_path: Path) -> None:
     """An example of one sample, or of one token, fixed that size in the exported graph."""
@@ -79,7 +80,7 @@ def test_onnx_keeps_every_axis_dynamic(kind: str, attention: str, sizes: tuple[i
     options: dict[str, Any] = {"dynamo": True, "dynamic_shapes": (axes, axes), "verbose": False}
     # PyTorch fixes the 1 where these broadcast.
     broadcasts = attention == "quest+sigmoid" or (attention == "qknorm" and kind != "written")
-    if sizes[1] == 1 and broadcasts:
+    if (sizes[1] == 1 and broadcasts) or (kind, sizes) == ("weights", (1, 1)):
         with pytest.raises(Exception, match="example of one token"):
             torch.onnx.export(made, inputs(*sizes), **options)
         return
@@ -93,36 +94,6 @@ def test_onnx_keeps_every_axis_dynamic(kind: str, attention: str, sizes: tuple[i
         feed = {node.name: value.numpy() for node, value in zip(session.get_inputs(), given, strict=True)}
         (found,) = session.run(None, feed)
         torch.testing.assert_close(torch.from_numpy(found), made(*given).detach(), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("attention", ["standard", "quest", "quest+sigmoid"])
-@pytest.mark.parametrize("sizes", [(1, 5), (2, 1), (1, 1)], ids=str)
-def test_onnx_keeps_every_axis_dynamic_where_weights_are_asked_for(attention: str, sizes: tuple[int, int]) -> None:
-    """The formula that returns weights fixed a batch of one, because its masks and products broadcast."""
-    import onnxruntime
-
-    class Weighted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.MultiheadAttention(16, 2)
-
-        def forward(self, x: Tensor, padding: Tensor) -> Tensor:
-            x = x.transpose(0, 1)
-            return self.inner(x, x, x, key_padding_mask=padding)[0].transpose(0, 1)
-
-    made, _ = quest_core.inject(Weighted().eval(), attention)
-    axes = {0: "batch", 1: "tokens"}
-    options: dict[str, Any] = {"dynamo": True, "dynamic_shapes": (axes, axes), "verbose": False}
-    if sizes == (1, 1) or (sizes[1] == 1 and attention == "quest+sigmoid"):
-        with pytest.raises(Exception, match="example of one token"):
-            torch.onnx.export(made, inputs(*sizes), **options)
-        return
-    program = torch.onnx.export(made, inputs(*sizes), **options)
-    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
-    given = inputs(3, 7)
-    feed = {node.name: value.numpy() for node, value in zip(session.get_inputs(), given, strict=True)}
-    torch.testing.assert_close(torch.from_numpy(session.run(None, feed)[0]), made(*given), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("attention", ["standard", "quest", "qknorm-hs", "quest+sigmoid"])
@@ -247,10 +218,6 @@ def test_attention_with_projections_of_the_host_is_not_left_silently() -> None:
 
     with pytest.raises(quest_core.InjectionError, match="TransformerConv"):
         quest_core.inject(nn.Sequential(nn.MultiheadAttention(16, 2), TransformerConv()), "quest")
-    _, report = quest_core.inject(
-        nn.Sequential(nn.MultiheadAttention(16, 2), TransformerConv()), "quest", allow_partial=True
-    )
-    assert "not replaced: 1" in str(report)
 
 
 # --- devices, dtypes and tools ----------------------------------------------------------------------------------------
@@ -350,59 +317,31 @@ def injected(attention: str, **options: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("attention", MIXED)
-def test_a_hook_on_the_output_projection_runs(attention: str) -> None:
-    """pytorch#78109: the stock module reads out_proj's weight and never calls it."""
-    (made,), seen = injected(attention), []
-    made.out_proj.register_forward_hook(lambda module, given, out: seen.append(out))
-    x = torch.randn(5, 2, 16)
-    out = made(x, x, x, need_weights=False)[0]
-    assert len(seen) == 1
-    torch.testing.assert_close(seen[0], out)
-
-
-@pytest.mark.parametrize("attention", MIXED)
-def test_a_replaced_output_projection_is_used_and_trained(attention: str) -> None:
-    """helical#405: an adapter on out_proj was not on the path of the gradient."""
+def test_what_is_put_on_the_output_projection_acts_and_trains(attention: str) -> None:
+    """pytorch#78109, helical#405, pytorch#118165: stock reads the weight of out_proj, and never calls the module."""
+    from torch.ao.quantization import default_weight_fake_quant
 
     class Adapter(nn.Module):
         def __init__(self, base: nn.Module) -> None:
             super().__init__()
-            self.base, self.added = base.requires_grad_(False), nn.Linear(16, 16)
+            self.base, self.added = base, nn.Linear(16, 16)
             self.weight, self.bias = base.weight, base.bias
 
         def forward(self, x: Tensor) -> Tensor:
             return self.base(x) + self.added(x)
 
-    (made,), x = injected(attention), torch.randn(5, 2, 16)
+    (made,), x, seen = injected(attention), torch.randn(5, 2, 16), []
     before = made(x, x, x, need_weights=False)[0]
+    torch.nn.utils.parametrize.register_parametrization(made.out_proj, "weight", default_weight_fake_quant())
+    assert 0 < (made(x, x, x, need_weights=False)[0] - before).abs().max() < 0.1
+    weight = made.out_proj.parametrizations.weight.original
     made.out_proj = Adapter(made.out_proj)
+    made.out_proj.register_forward_hook(lambda module, given, out: seen.append(out))
     out = made(x, x, x, need_weights=False)[0]
-    assert not torch.allclose(out, before)
+    torch.testing.assert_close(seen, [out])
     out.sum().backward()
-    assert made.out_proj.added.weight.grad.abs().sum() > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("attention", ["standard", "quest", "quest+sigmoid"])
-def test_a_row_that_sees_no_key_is_zero_in_onnx(attention: str, tmp_path: Path) -> None:
-    """onnxscript#2479: the exported graph gave NaN where PyTorch gives zeros."""
-    import onnxruntime
-
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mechanism = quest_core.Mechanism(attention, num_heads=2, head_dim=8)
-
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return self.mechanism(x, x, x, attn_mask=mask)
-
-    made, x = Masked().eval(), torch.randn(2, 2, 4, 8)
-    mask = torch.ones(2, 1, 4, 4, dtype=torch.bool)
-    mask[0, 0, 0] = False
-    torch.onnx.export(made, (x, mask), dynamo=True, verbose=False).save(tmp_path / "m.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
-    feed = {node.name: value.numpy() for node, value in zip(session.get_inputs(), (x, mask), strict=True)}
-    torch.testing.assert_close(torch.from_numpy(session.run(None, feed)[0]), made(x, mask), rtol=1e-5, atol=1e-5)
+    assert made.out_proj.added.weight.grad.any()
+    assert weight.grad.any()
 
 
 @pytest.mark.parametrize("attention", MIXED)
@@ -431,38 +370,3 @@ def test_weights_are_assigned_to_a_model_on_the_meta_device(attention: str) -> N
     assert not any(x.is_meta for x in (*made.parameters(), *made.buffers()))
     x = torch.randn(5, 2, 16)
     torch.testing.assert_close(made[0](x, x, x)[0], trained[0](x, x, x)[0])
-
-
-@pytest.mark.parametrize("attention", MIXED)
-def test_the_output_projection_is_observed_in_quantization_aware_training(attention: str) -> None:
-    """pytorch#118165: prepare_qat did not take an nn.MultiheadAttention; a fake quantizer on out_proj must act."""
-    from torch.ao.quantization import default_weight_fake_quant
-
-    (made,), x = injected(attention), torch.randn(5, 2, 16)
-    before = made(x, x, x, need_weights=False)[0]
-    torch.nn.utils.parametrize.register_parametrization(made.out_proj, "weight", default_weight_fake_quant())
-    out = made(x, x, x, need_weights=False)[0]
-    assert 0 < (out - before).abs().max() < 0.1
-    out.sum().backward()
-    assert made.out_proj.parametrizations.weight.original.grad is not None
-
-
-FLOATS = [getattr(torch, name) for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]
-FLOATS = [dtype for dtype in dict.fromkeys(FLOATS) if dtype.is_floating_point]
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_the_name_of_the_attention_survives_a_cast_of_the_state_dict(dtype: torch.dtype) -> None:
-    """Tools cast every floating tensor of a checkpoint; the model then loads it, or says what happened to it."""
-    mine, _ = quest_core.inject(nn.Sequential(nn.MultiheadAttention(16, 2)), "quest+gqa(kv_heads=1)")
-    try:
-        cast = {key: x.to(dtype) if x.is_floating_point() else x for key, x in mine.state_dict().items()}
-    except (RuntimeError, NotImplementedError):
-        pytest.skip(f"PyTorch itself does not convert to {dtype}")
-    if not any(x.isfinite().all() if x.dtype.itemsize > 1 else True for x in cast.values()):
-        pytest.skip(f"{dtype} holds none of the weights")
-    other, _ = quest_core.inject(nn.Sequential(nn.MultiheadAttention(16, 2)), "qnorm+gqa(kv_heads=1)")
-    before = copy.deepcopy(other.state_dict())
-    with pytest.raises(quest_core.CheckpointError, match="quest"):
-        other.load_state_dict(cast)
-    assert all(torch.equal(x, other.state_dict()[key]) for key, x in before.items())
