@@ -57,6 +57,12 @@ def test_every_attention_is_replaced_and_reported() -> None:
     assert len(report.table().splitlines()) == 5
 
 
+def test_initial_values_of_a_mechanism_leave_the_random_state_alone() -> None:
+    model, state = nn.MultiheadAttention(8, 2), torch.get_rng_state()
+    quest_core.inject(model, "aft-full(max_length=9)")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_grouped_projections_shrink_and_cannot_grow_back() -> None:
     model, report = quest_core.inject(encoder(), "quest+gqa(kv_heads=2)")
     assert report.replacements[0].parameters_after < report.replacements[0].parameters_before
@@ -192,12 +198,11 @@ class Failing(TorchAdapter):
 @pytest.mark.parametrize("attention", ["quest(init=5)", "qknorm-hs+gqa(kv_heads=2)"])
 def test_an_adapter_that_fails_leaves_the_model_as_it_was(at: str, attention: str) -> None:
     model = encoder()
-    before, state = snapshot(model), torch.get_rng_state()
+    before = snapshot(model)
     with pytest.raises(RuntimeError, match="failed"):
         quest_core.inject(model, attention, adapter=Failing(at), fresh=True)
     assert_same(snapshot(model), before)
     assert quest_core.inject(model, attention, fresh=True)[0] is model
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_an_error_leaves_the_model_as_it_was() -> None:
