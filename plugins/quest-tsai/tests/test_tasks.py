@@ -13,8 +13,9 @@ import torch
 from tsai.basics import TSClassification, get_ts_dls
 
 from devtools.cells import HostSuites, check_resume
-from quest_core.errors import ConfigError
+from quest_core.errors import ConfigError, PluginError
 from quest_suites.contract import Cell
+from quest_suites.tsai import forecasting
 from quest_suites.tsai.data import tasks
 from quest_suites.tsai.suites import SUITES
 from quest_suites.tsai.tasks import ClassTokenTransformer, evaluation_batch, hold_out, last_best, load, run_uea
@@ -183,6 +184,34 @@ def test_without_validation_every_training_series_trains(tmp_path, select):
 @pytest.mark.parametrize("select", ["validation", "last"])
 def test_a_stopped_cell_continues_at_its_last_epoch(tmp_path, select):
     check_resume(run_uea, cell(tmp_path, select=select), tmp_path, share=0.5)
+
+
+def test_the_clones_of_forecast_ett_are_checked(tmp_path, monkeypatch):
+    library, series = tmp_path / "Time-Series-Library", tmp_path / "ETDataset" / "ETT-small"
+    for folder in (library, series):
+        with pytest.raises(
+            ConfigError, match=rf"{folder}.*; git -C {tmp_path} clone --depth 1 https://github.com/\w+/"
+        ):
+            forecasting.tasks(tmp_path)
+        folder.mkdir(parents=True)
+        (library / "run.py").touch()
+    monkeypatch.setattr(forecasting, "PACKAGES", {"no_such_module": "its-distribution"})
+    with pytest.raises(PluginError, match="-m pip install its-distribution"):
+        forecasting.tasks(tmp_path)
+    monkeypatch.setattr(forecasting, "PACKAGES", {})
+    for name, rows in (("ETTh1", 14400), ("ETTh2", 9)):
+        (series / f"{name}.csv").write_text("date,OT\n" + "2016-07-01 00:00:00,1\n" * rows)
+    found = forecasting.tasks(tmp_path)
+    assert found["ETTh1"] == {"files": [str(series / "ETTh1.csv"), str(library / "run.py")], "problem": None}
+    assert "expected 14400 hours in" in found["ETTh2"]["problem"]
+    assert "found 9; git -C" in found["ETTh2"]["problem"]
+
+
+@pytest.mark.parametrize(("changed", "message"), [({"heads": 3}, "multiple of 3"), ({"horizon": 721}, "at most 720")])
+def test_a_forecast_that_the_library_would_not_refuse(tmp_path, changed, message):
+    options = {option["name"]: option["default"] for option in SUITES["forecast/ett"]["options"]} | changed
+    with pytest.raises(ConfigError, match=message):
+        forecasting.command(Cell("forecast/ett", "ETTh1", "quest", 0, False, tmp_path, options, tmp_path), tmp_path)
 
 
 class TestSuites(HostSuites):

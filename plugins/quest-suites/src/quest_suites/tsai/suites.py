@@ -6,6 +6,11 @@ from typing import Any
 
 from quest_suites.declaring import choice, number, papers, timed, whole
 
+_FORECASTERS = (
+    *("PatchTST", "iTransformer", "Transformer", "Crossformer", "MSGNet", "PAttn", "Pyraformer"),
+    *("TemporalFusionTransformer", "TimeXer"),
+)
+
 SUITES: dict[str, dict[str, Any]] = {
     "ts/uea": {
         "summary": "UEA multivariate time-series classification with a 3-layer Transformer",
@@ -33,6 +38,26 @@ SUITES: dict[str, dict[str, Any]] = {
             choice(
                 "architecture", ("paper", "TSTPlus"), "the Transformer of the paper's protocol, or tsai's own TSTPlus"
             ),
+        ],
+    },
+    "forecast/ett": {
+        "summary": "models of Time-Series-Library in its own trainer: 96 hours of ETTh1 or ETTh2 in, the next ones out",
+        "tasks": ["ETTh1", "ETTh2"],
+        "metric": "mse",
+        "selection": "validation",
+        "higher_is_better": False,
+        "also": [{"metric": "mae"}],
+        "tasks_from_data": "quest_suites.tsai.forecasting:tasks",
+        "data": "the clones of https://github.com/thuml/Time-Series-Library and https://github.com/zhouhaoyi/ETDataset",
+        "data_required": True,
+        "options": [
+            choice("model", _FORECASTERS, "a model of the library"),
+            whole("horizon", 96, "hours to forecast, at most 720"),
+            whole("epochs", 3, "most epochs; the library's early stopping may end before"),
+            whole("width", 64, "features of a token; 512 in the library's scripts of PatchTST"),
+            whole("heads", None, "attention heads; null: as the library's script says", nullable=True),
+            whole("layers", None, "encoder layers; null: as the library's script says", nullable=True),
+            number("lr", 0.0001, "learning rate of Adam in the first epoch, which the library halves after each"),
         ],
     },
     "time/tsai": timed(
