@@ -135,7 +135,7 @@ class FromTheLast(nn.Module):
 
 
 class AutoEncoder(RecallModel):
-    """A model whose last token alone gives all logits, by a decoder without attention."""
+    """A model whose logits all come from its last token, by a decoder without attention."""
 
     def __init__(self, attention: str, options: Mapping[str, Any]) -> None:
         super().__init__(attention, options)
