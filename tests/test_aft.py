@@ -349,7 +349,7 @@ def test_crops_of_several_shapes_share_one_layer() -> None:
     ("spec", "n", "m", "message"),
     [
         ("aft-full(max_length=8)", 9, 9, "9 tokens are more than max_length=8.*aft-simple"),
-        ("aft-local(max_length=8)", 2, 9, "'aft-local': 9 tokens are more than max_length=8"),
+        ("aft-local(max_length=8)", 9, 9, "'aft-local': 9 tokens are more than max_length=8"),
         ("aft-local", 4, 5, "4 queries and 5 keys of two sequences.*'aft-simple' or 'aft-full'"),
         ("aft-conv", 4, 9, "4 queries and 9 keys; use 'aft-simple' or 'aft-full'"),
         ("aft-conv", 5, 5, r"5 tokens less 0 prefix tokens are 5, which do not fill a square.*prefix=1"),
