@@ -130,7 +130,8 @@ def effect(found: Row | None) -> str:
     if found is None or found.difference is None:
         return "–"
     ends = (found.difference.mean, found.difference.low, found.difference.high)
-    digits = 2 if max(map(abs, ends)) < 1 else 1
+    largest = max(map(abs, ends))
+    digits = 4 if largest < 0.01 else 2 if largest < 1 else 1
     mean, low, high = (f"{round(x, digits) + 0.0:.{digits}f}".replace("-", "−") for x in ends)
     text = f"{'' if mean.startswith('−') else '+'}{mean} ({low} to {high})"
     return f"**{text}**" if found.mark else text
