@@ -52,6 +52,19 @@ def owners(made: Mechanism) -> list[nn.Module]:
 
 
 @pytest.mark.parametrize("attention", OWNERS)
+def test_hooks_fire_on_every_sub_module_that_owns_a_tensor(attention: str) -> None:
+    made = build(attention)
+    assert owners(made)
+    for name, run in ways(made).items():
+        seen: set[nn.Module] = set()
+        hooks = [part.register_forward_hook(lambda module, *_, seen=seen: seen.add(module)) for part in owners(made)]
+        run(*inputs(made))
+        assert seen == set(owners(made)), name
+        for hook in hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize("attention", OWNERS)
 def test_tensors_that_are_here_only_during_a_call_are_enough(attention: str) -> None:
     """As accelerate's offloading does it, and ZeRO-3."""
     made = build(attention)

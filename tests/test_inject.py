@@ -198,10 +198,11 @@ class Failing(TorchAdapter):
 @pytest.mark.parametrize("attention", ["quest(init=5)", "qknorm-hs+gqa(kv_heads=2)"])
 def test_an_adapter_that_fails_leaves_the_model_as_it_was(at: str, attention: str) -> None:
     model = encoder()
-    before = snapshot(model)
+    before, state = snapshot(model), torch.get_rng_state()
     with pytest.raises(RuntimeError, match="failed"):
         quest_core.inject(model, attention, adapter=Failing(at), fresh=True)
     assert_same(snapshot(model), before)
+    assert torch.equal(torch.get_rng_state(), state)
     assert quest_core.inject(model, attention, fresh=True)[0] is model
 
 

@@ -351,6 +351,38 @@ def test_plugins_are_tested_with_what_the_core_is_tested_with() -> None:
 # --- the pytest plugin that all tests run under -----------------------------------------------------------------------
 
 
+DRAWING = """
+import random
+import numpy, pytest, torch
+from hypothesis import given, settings, strategies
+torch.set_num_threads(2)
+@settings(max_examples=5, derandomize=False)
+@given(strategies.integers(0, 10**9))
+def test_drawn(number): print("drawn", number)
+def test_random(seed): print("drawn", seed, random.random(), numpy.random.rand(), torch.rand(()).item())
+def test_threads():
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(2)
+def test_the_next_ones(): assert torch.get_num_threads() == 1
+def test_failing(): raise AssertionError
+@pytest.mark.parametrize("case", range(100))
+@pytest.mark.drawn(2)
+def test_some(case): print("drawn", case)
+"""
+
+
+@pytest.mark.slow
+def test_every_run_draws_anew_and_says_what_repeats_it(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(DRAWING)
+    runs = [run_pytest(tmp_path, "-s", "-m", "not slow", QUEST_TEST_SEED=seed).stdout for seed in ("", "", "7", "7")]
+    drawn = [re.findall(r"drawn .*", run) for run in runs]
+    assert all("6 passed" in run and "1 failed" in run for run in runs), runs[0]
+    assert drawn[0] != drawn[1]
+    assert drawn[2] == drawn[3]
+    assert runs[2].count("QUEST_TEST_SEED=7 repeats") == 2
+    assert "QUEST_TEST_SEED is 'seven'" in run_pytest(tmp_path, QUEST_TEST_SEED="seven").stderr
+
+
 @pytest.mark.parametrize(
     ("reason", "no_skip", "outcome"),
     [
@@ -377,3 +409,13 @@ def test_the_processes_of_a_command_end_with_it(tmp_path: Path) -> None:
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < end
         time.sleep(0.1)
+
+
+def run_pytest(folder: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """pytest with the plugin on the files of a folder."""
+    plugins = ("-p", "quest_core.testing.pytest_plugin", "-p", "devtools.pytest_plugin")
+    command = [sys.executable, "-m", "pytest", *plugins, "--rootdir", ".", *options]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **variables}
+    return subprocess.run(
+        [*command, "."], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=200
+    )

@@ -304,6 +304,7 @@ WRONG: dict[str, tuple[str, Spelling]] = {
     ),
     "learned scale": ("a learned factor", lambda m, q, k, v: (q @ k.mT * m.learned.exp()).softmax(-1) @ v),
     "soft cap": ("tanh", lambda m, q, k, v: (30 * torch.tanh(q @ k.mT * D**-0.5 / 30)).softmax(-1) @ v),
+    "near bounds": ("clamp", lambda m, q, k, v: (q @ k.mT * D**-0.5).clamp(-5, 5).softmax(-1) @ v),
     "talking heads": ("talking heads", lambda m, q, k, v: mixed(m, q, k).softmax(-1) @ v),
     "talking heads by convolution": (
         "talking heads",
@@ -545,6 +546,20 @@ def test_another_mask_than_in_the_example_is_the_hosts() -> None:
     quest_core.inject(model, "quest", example=x)
     causal, x[:, -1] = model(x, way="mask"), 0.0
     torch.testing.assert_close(model(x, way="mask")[:, :-1], causal[:, :-1])
+
+
+def test_left_padding_changes_nothing() -> None:
+    def padded(m: Any, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None = None) -> Tensor:
+        logits = q @ k.mT / math.sqrt(D)
+        if real is not None:
+            logits = logits + torch.where(real, 0.0, torch.finfo(q.dtype).min)[:, None, None]
+        return logits.softmax(-1) @ v
+
+    model, x = make(padded)
+    model, _ = quest_core.inject(model, "quest", example=x)
+    padding = torch.cat([torch.randn(B, 3, H * D), x], 1)
+    out = model(padding, real=(torch.arange(N + 3) >= 3).expand(B, -1))
+    torch.testing.assert_close(out[:, 3:], model(x))
 
 
 def test_decoding_with_a_cache_equals_all_tokens() -> None:

@@ -53,6 +53,26 @@ def test_ddp_trains_as_one_process(ranks: Ranks, attention: str, recompute: bool
         check_same(got, wanted)
 
 
+def ddp_injected(rank: int, attention: str) -> dict[str, Tensor]:
+    model, _ = encoder(attention)
+    train(DistributedDataParallel(model), half(rank))
+    return tensors(model)
+
+
+def encoder(attention: str) -> tuple[nn.Module, quest_core.Report]:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(E, 4, 2 * E, dropout=0.0, batch_first=True)
+    return quest_core.inject(nn.TransformerEncoder(layer, 2).double(), attention)
+
+
+@pytest.mark.parametrize("attention", ["quest", DGQA])
+def test_an_injected_model_trains_under_ddp(ranks: Ranks, attention: str) -> None:
+    model, _ = encoder(attention)
+    train(model)
+    for got in ranks.run(ddp_injected, attention):
+        check_same(got, tensors(model))
+
+
 def ddp_compiled(rank: int) -> tuple[dict[str, Tensor], int]:
     model = build(DGQA)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
