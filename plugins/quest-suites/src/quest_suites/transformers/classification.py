@@ -118,6 +118,48 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": (ids != PADDING).long(), "labels": labels}
 
 
+def bert(options: dict[str, Any], words: int, longest: int, classes: int) -> hf.BertConfig:
+    """Return the config of a model for `words` words, and sentences of at most `longest`."""
+    return hf.BertConfig(
+        vocab_size=words,
+        hidden_size=options["width"],
+        intermediate_size=2 * options["width"],
+        num_hidden_layers=options["layers"],
+        num_attention_heads=HEADS,
+        max_position_embeddings=longest,
+        hidden_dropout_prob=options["dropout"],
+        attention_probs_dropout_prob=options["dropout"],
+        num_labels=classes,
+        pad_token_id=PADDING,
+    )
+
+
+def arguments(folder: Path, options: dict[str, Any], rate: float, seed: int, sentences: int) -> hf.TrainingArguments:
+    """Return what Trainer is told: validation after each epoch, and the weights of the best one at the end."""
+    return hf.TrainingArguments(
+        str(folder),
+        num_train_epochs=options["epochs"],
+        per_device_train_batch_size=options["batch_size"],
+        per_device_eval_batch_size=250,
+        learning_rate=rate,
+        warmup_steps=math.ceil(sentences / options["batch_size"]) * options["epochs"] // 10,
+        weight_decay=0.01,
+        eval_strategy="epoch",
+        logging_strategy="epoch",
+        logging_nan_inf_filter=False,
+        save_strategy="epoch",
+        save_only_model=True,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="accuracy",
+        seed=seed,
+        data_seed=seed,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        disable_tqdm=True,
+        report_to="none",
+    )
+
+
 def run(cell: Cell, progress: Progress) -> Result:
     """Train one attention with one seed at every learning rate, from the same weights, in the same batches.
 
@@ -147,18 +189,8 @@ def run(cell: Cell, progress: Progress) -> Result:
         folder = cell.workdir / name
         shutil.rmtree(folder, ignore_errors=True)  # of a cell that was stopped
         torch.manual_seed(cell.seed)
-        config = hf.BertConfig(
-            vocab_size=words,
-            hidden_size=options["width"],
-            intermediate_size=2 * options["width"],
-            num_hidden_layers=options["layers"],
-            num_attention_heads=HEADS,
-            max_position_embeddings=max(len(row["input_ids"]) for row in train + validation + test),
-            hidden_dropout_prob=options["dropout"],
-            attention_probs_dropout_prob=options["dropout"],
-            num_labels=classes,
-            pad_token_id=PADDING,
-        )
+        longest = max(len(row["input_ids"]) for part in rows for row in part)
+        config = bert(options, words, longest, classes)
         model = hf.AutoModelForSequenceClassification.from_config(config, attn_implementation=cell.attention)
         details.update(injected=str(getattr(model, REPORT)), parameters=sum(p.numel() for p in model.parameters()))
 
@@ -167,31 +199,9 @@ def run(cell: Cell, progress: Progress) -> Result:
                 text = f"{name} epoch {state.epoch:.0f} validation {metrics['eval_accuracy']:.2f}"
                 progress(state.epoch / args.num_train_epochs, text)
 
-        arguments = hf.TrainingArguments(
-            str(folder),
-            num_train_epochs=options["epochs"],
-            per_device_train_batch_size=options["batch_size"],
-            per_device_eval_batch_size=250,
-            learning_rate=rate,
-            warmup_steps=math.ceil(len(train) / options["batch_size"]) * options["epochs"] // 10,
-            weight_decay=0.01,
-            eval_strategy="epoch",
-            logging_strategy="epoch",
-            logging_nan_inf_filter=False,
-            save_strategy="epoch",
-            save_only_model=True,
-            save_total_limit=1,
-            load_best_model_at_end=True,
-            metric_for_best_model="accuracy",
-            seed=cell.seed,
-            data_seed=cell.seed,
-            dataloader_pin_memory=torch.cuda.is_available(),
-            disable_tqdm=True,
-            report_to="none",
-        )
         trainer = hf.Trainer(
             model,
-            arguments,
+            arguments(folder, options, rate, cell.seed, len(train)),
             data_collator=collate,
             train_dataset=train,
             eval_dataset=validation,

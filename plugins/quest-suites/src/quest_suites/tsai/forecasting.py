@@ -133,7 +133,8 @@ def run_ett(cell: Cell, progress: Progress) -> Result:
         finally:
             patches.undo()
         (trainer,) = made
-        picked = np.linspace(0, HOURS // 5 - LONGEST, OBSERVED, dtype=int).tolist()
+        hours = HOURS // 5  # of the validation split
+        picked = np.linspace(0, hours - LONGEST, OBSERVED, dtype=int).tolist()
         seen = observe(trainer.model, *(one.to(trainer.device) for one in windows(trainer, "val", picked)))
     (written,) = (cell.workdir / "results").glob("*/metrics.npy")
     mae, mse = np.load(written)[:2].tolist()
