@@ -135,7 +135,7 @@ def bert(options: dict[str, Any], words: int, longest: int, classes: int) -> hf.
 
 
 def arguments(folder: Path, options: dict[str, Any], rate: float, seed: int, sentences: int) -> hf.TrainingArguments:
-    """Return what Trainer is told: validation after each epoch, and the weights of the best one at the end."""
+    """Return the arguments of Trainer: it validates after each epoch, and ends with the weights of the best one."""
     return hf.TrainingArguments(
         str(folder),
         num_train_epochs=options["epochs"],
