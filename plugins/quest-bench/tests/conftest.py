@@ -45,6 +45,9 @@ SUITES = {
 LISTING = """
 def tasks(data):
     # each NAME.txt is a task; an empty one is invalid
+    if (data / "needs-more").exists():
+        from quest_core.errors import PluginError
+        raise PluginError("the reader needs numpoems; pip install numpoems")
     return {
         path.stem: {"files": [str(path)], "problem": None if path.read_text() else f"{path} is empty"}
         for path in data.glob("*.txt")

@@ -128,6 +128,9 @@ def test_the_tasks_are_those_of_the_data_folder(fake: Path) -> None:
     assert list(select(found, "fake/suite/three", folder)[1]) == ["three"]
     with pytest.raises(ConfigError, match="no task 'three'; .*others are read from --data DIR"):
         select(found, "fake/suite/three")
+    (folder / "needs-more").touch()
+    with pytest.raises(ConfigError, match="^suite 'fake/suite', --data .*data: the reader needs numpoems; pip install"):
+        select(found, "fake/suite", folder)
 
 
 def test_a_fingerprint_is_of_the_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,9 +229,7 @@ def _tasks_of(
     try:
         found: dict[str, dict[str, Any]] = _ask(python, "tasks", function, str(data))
     except QuestError as error:
-        raise ConfigError(
-            f"suite '{suite.name}': listing the tasks in {data} with {function} failed: {error}"
-        ) from None
+        raise ConfigError(f"suite '{suite.name}', --data {data}: {error}") from None
     if not found:
         raise ConfigError(f"--data: {data} holds no task of suite '{suite.name}', which expects there: {suite.data}")
     wrong = [f"--data: {data} has no task '{task}'; {one_of(task, found)}" for task in asked if task not in found]

@@ -414,7 +414,14 @@ def main(argv: list[str]) -> int:
         print(json.dumps(encode(describe())))
         return 0
     if len(argv) == 3 and argv[0] == "tasks":
-        print(json.dumps(encode(list_tasks(argv[1], argv[2]))))
+        try:
+            print(json.dumps(encode(list_tasks(argv[1], argv[2]))))
+        except Exception as error:
+            from quest_core.errors import QuestError  # only here, because it imports PyTorch
+
+            if isinstance(error, QuestError):
+                sys.exit(str(error))  # the message is for users, without the class of the error
+            raise
         return 0
     if len(argv) == 2 and argv[0] == "cell":
         start(Path(argv[1]))

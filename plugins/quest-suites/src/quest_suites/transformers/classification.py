@@ -180,14 +180,16 @@ def run(cell: Cell, progress: Progress) -> Result:
         options |= {"epochs": 1, "rates": 2, "width": 16, "layers": 1}
         rows = [part[:SMOKE_SENTENCES] for part in rows]
     train, validation, test = rows
-    done: dict[str, Trained] = load_state(cell) or {}
-    details: dict[str, Any] = {"vocabulary": words, "sentences": [len(train), len(validation), len(test)]}
+    state = load_state(cell) or {"done": {}, "details": {}}  # of a cell that was stopped
+    done: dict[str, Trained] = state["done"]
+    details: dict[str, Any] = state["details"]
+    details.update(vocabulary=words, sentences=[len(train), len(validation), len(test)])
 
     def once(rate: float, name: str, progress: Progress) -> Trained:
         if name in done:
             return done[name]
         folder = cell.workdir / name
-        shutil.rmtree(folder, ignore_errors=True)  # of a cell that was stopped
+        shutil.rmtree(folder, ignore_errors=True)
         torch.manual_seed(cell.seed)
         longest = max(len(row["input_ids"]) for part in rows for row in part)
         config = bert(options, words, longest, classes)
@@ -217,7 +219,7 @@ def run(cell: Cell, progress: Progress) -> Result:
             done[name] = Trained(accuracy, max(series["validation"]), series)
         else:
             done[name] = Trained(100 / classes, 100 / classes, series, diverged=True)
-        save_state(cell, done)
+        save_state(cell, state)
         shutil.rmtree(folder)
         return done[name]
 
