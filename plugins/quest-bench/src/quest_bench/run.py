@@ -243,7 +243,8 @@ class Runner:
             good = math.isfinite(value)
             outcome.done.append(one.cell)
             note = "" if good else "; it diverged and counts as a failed seed"
-            text = f"{self.suite.metric} {value:.4g}{self.suite.unit} in {one.seconds:.1f} s{note}"
+            unit = {"%": "%", "": ""}.get(self.suite.unit, f" {self.suite.unit}")
+            text = f"{self.suite.metric} {value:.4g}{unit} in {one.seconds:.1f} s{note}"
             display.finish(one.cell, text, good)
             return
         reason = one.error or found.error or _exit_reason(one.process.returncode)
