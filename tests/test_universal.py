@@ -542,6 +542,43 @@ def test_names_classes_hooks_modes_and_buffers_stay() -> None:
     assert calls == [1]
 
 
+class Filled(nn.Module):
+    """Rotary angles in a buffer that is filled when it is first needed, and a count of what is filled."""
+
+    def __init__(self, count: str) -> None:
+        super().__init__()
+        self.attention, self.count, self.known, self.counts = CausalSelfAttention(), count, 0, {"known": 0}
+        self.register_buffer("angles", torch.zeros(20, 32), persistent=False)
+        self.late: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        if n > (self.known if self.count == "a number" else self.counts["known"]):
+            self.angles[:n] = torch.arange(n)[:, None] / 10
+            self.known = self.counts["known"] = n
+        if self.count == "layers" and self.late is None:
+            self.late = nn.Linear(32, 32)
+        return self.attention(x + self.angles[:n].sin()) if self.late is None else self.late(self.attention(x))
+
+
+@pytest.mark.parametrize("count", ["a number", "in a dict"])
+def test_the_example_leaves_what_a_module_has_filled_and_counted_as_it_was(count: str) -> None:
+    model, x = Filled(count), torch.randn(2, 7, 32)
+    wanted = copy.deepcopy(model)(x)
+    quest_core.inject(model, "standard", example=x)
+    assert (model.known, model.counts) == (0, {"known": 0})
+    assert torch.equal(model(x), wanted)
+
+
+def test_the_example_leaves_layers_that_a_module_makes_when_it_first_runs() -> None:
+    model, x = Filled("layers"), torch.randn(2, 7, 32)
+    quest_core.inject(model, "standard", example=x)
+    late = model.late
+    model(x)
+    assert late is not None
+    assert model.late is late
+
+
 @pytest.mark.parametrize("attention", ["qknorm", "elliptical-quest", "quest+sigmoid"])
 def test_mechanisms_with_parameters_and_chains_train(attention: str) -> None:
     model, inputs = gpt()

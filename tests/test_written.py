@@ -113,6 +113,26 @@ def empty_baddbmm(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (logits.view(B, H, N, N).softmax(-1).view(B * H, N, N) @ v.flatten(0, 1)).unflatten(0, (B, H))
 
 
+@right()
+def scale_in_a_tensor_that_stands_first(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((m.frozen * q) @ k.mT).softmax(-1) @ v
+
+
+def turned(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotary positions [N, D / 2]."""
+    cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+    return x * cos + torch.cat([-x[..., D // 2 :], x[..., : D // 2]], -1) * sin
+
+
+ANGLES = torch.arange(N).float()[:, None].repeat(1, D // 2) / 10
+
+
+@right(lambda m, q, k, v: quest(turned(q, ANGLES), turned(k, ANGLES), v))
+def positions_from_a_table_with_a_factor(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    angles = torch.arange(N, dtype=q.dtype)[:, None].repeat(1, D // 2) * 0.1
+    return ((turned(q, angles) * D**-0.5) @ turned(k, angles).mT).softmax(-1) @ v
+
+
 # --- other spellings of the products ----------------------------------------------------------------------------------
 
 
@@ -539,6 +559,27 @@ def test_another_way_than_in_the_example_is_refused(way: str) -> None:
     quest_core.inject(model, "quest", example=x)
     with pytest.raises(UnsupportedError, match=r"'layers.0' .* not written as in the example"):
         model(x, way=way)
+
+
+@pytest.mark.parametrize("length", [N, 2 * N])
+def test_a_table_is_made_once_and_is_no_product_of_the_attention(length: int) -> None:
+    """Its einsum runs in the example, and later only for longer inputs."""
+
+    def spelling(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not hasattr(m, "angles") or len(m.angles) < q.shape[2]:
+            m.angles = torch.einsum("i,j->ij", torch.arange(q.shape[2]).float(), 10.0 ** -torch.arange(D // 2))
+        q, k = (turned(x, m.angles[: q.shape[2]]) for x in (q, k))
+        return (q @ k.mT * D**-0.5).softmax(-1) @ v
+
+    model, x = Model(spelling), torch.randn(B, N, H * D)
+    quest_core.inject(model, "quest", example=x)
+    for tokens in (N, length, N):
+        x = torch.randn(B, tokens, H * D)
+        found = model(x)
+        fresh = Model(spelling)
+        fresh.load_state_dict({key: value for key, value in model.state_dict().items() if "mechanism" not in key})
+        quest_core.inject(fresh, "quest", example=x)
+        torch.testing.assert_close(found, fresh(x))
 
 
 def test_another_mask_than_in_the_example_is_the_hosts() -> None:

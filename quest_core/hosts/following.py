@@ -226,7 +226,7 @@ class Following(TorchFunctionMode):
     def _scale(self, name: str, args: Any, kwargs: Any, known: list[tuple[Tensor, Flows]], out: Tensor) -> None:
         """Follow a product or quotient of entries."""
         one, other = (*args, *kwargs.values())[:2]
-        if name == "mul" and (not isinstance(one, Tensor) or (self.flows(other) and not self.flows(one))):
+        if name == "mul" and self._is_factor(one, other, out):
             one, other = other, one
         flows = self.flows(one)
         plain = isinstance(other, int | float)
@@ -256,6 +256,17 @@ class Following(TorchFunctionMode):
             ]
         self.note(out, _joined([_widen(f, out) for f in changed]))
         self._change_base(name, args, known, out)
+
+    def _is_factor(self, one: Any, other: Any, out: Tensor) -> bool:
+        """Return whether in a product of entries `other` is the tensor to follow, and `one` a factor on it."""
+        if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+            return not isinstance(one, Tensor)
+        for small, large in ((one, other), (other, one)):
+            # A tensor that is repeated for another is a table or a number, whatever made it. A run knows of an
+            # activation only that it was scaled; a search knows of its projection too.
+            if small.shape != out.shape == large.shape and all(f.origin is ACTIVATION for f in self.flows(small)):
+                return small is one
+        return bool(self.flows(other) and not self.flows(one))
 
     def _is_logits(self, x: Any) -> bool:
         return any(flow.origin.kind == "product" and not flow.origin.is_plain for flow in self.flows(x))
@@ -365,6 +376,18 @@ def operands(name: str, args: Any, kwargs: Any) -> tuple[list[Any], Any, Any, di
 def equation(name: str, head: list[Any], a: Tensor, b: Tensor) -> tuple[str, str, str] | None:
     """Return the letters of the axes of both operands and of their product; None for products of vectors."""
     return _letters(head[0] if name == "einsum" else None, a.dim(), b.dim())
+
+
+def is_product(name: str, args: Any) -> bool:
+    """Return whether a function of `FUNCTIONS` is a softmax, or a product that sums over something.
+
+    An einsum that does not makes a table, such as ``i,j->ij`` of positions and frequencies, which hosts cache.
+    """
+    if name != "einsum" or not isinstance(args[0], str):
+        return True
+    inputs, arrow, result = args[0].partition("->")
+    letters = [s for s in inputs if s.isalpha()]
+    return any(s not in result if arrow else letters.count(s) > 1 for s in letters)
 
 
 @functools.lru_cache

@@ -25,6 +25,7 @@ from .following import (
     alpha,
     equation,
     factor_of,
+    is_product,
     name_of,
     operands,
     tensors,
@@ -167,11 +168,13 @@ class Search(Following):
         if self.running[-1].known:
             return out
         name = name_of(func)
-        if name in PRODUCTS:
+        if name in PRODUCTS and is_product(name, args):
             self._product(name, args, kwargs, out)
         elif name == SOFTMAX:
             self._softmax(args, kwargs, out)
-        elif name in OTHER_PRODUCTS and isinstance(out, Tensor):
+        elif isinstance(out, Tensor) and (
+            name in OTHER_PRODUCTS or (name in PRODUCTS and self._are_projected([*tensors(args)]))
+        ):
             self.new(out, Origin("product", name, frames=tuple(self.running)), odd=name)
         else:
             self.follow(name, func, args, kwargs, out)
@@ -192,9 +195,13 @@ class Search(Following):
             return
         for x in pair:
             self._spelled(x)
-        if all(any(flow.origin.axis is not None for flow in self.flows(x)) for x in pair):
+        if self._are_projected(pair):
             origin = Origin("product", "mul", frames=tuple(self.running))
             self.new(out, origin, odd="a sum of products by entries", also=self.flows(out))
+
+    def _are_projected(self, pair: Sequence[Tensor]) -> bool:
+        """Return whether all of some tensors come from projections."""
+        return all(any(flow.origin.axis is not None for flow in self.flows(x)) for x in pair)
 
     def _spelled(self, weights: Tensor) -> None:
         """Note which function of `BY_HAND` made the weights of some values."""

@@ -220,15 +220,45 @@ def run_example(model: nn.Module, example: Any) -> Any:
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run a model in the block without gradients; its buffers and the random state are restored at the end."""
+    """Run a model in the block without gradients; at the end its modules and the random state are as they were.
+
+    So a module that fills a buffer and counts how much of it is filled gets both back. A module that makes layers or
+    parameters when it first runs keeps them, and all its attributes.
+    """
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    kept = [(module, _layout(module), _attributes(module)) for module in model.modules()]
     with torch.no_grad():
         try:
             with same_random_state(model):
                 yield
         finally:
+            for module, layout, attributes in kept:
+                if _layout(module) == layout:
+                    _restore(module, attributes)
             for buffer, before in buffers:
                 buffer.copy_(before)
+
+
+def _layout(module: nn.Module) -> tuple[type, list[int], list[int]]:
+    """Return the class of a module, and which modules and parameters it has."""
+    return type(module), [*map(id, module._modules.values())], [*map(id, module._parameters.values())]
+
+
+def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Return the attributes of a module, each with a copy if it is a list, dict or set."""
+    return {name: (x, x.copy() if type(x) in (list, dict, set) else None) for name, x in vars(module).items()}
+
+
+def _restore(module: nn.Module, attributes: Mapping[str, tuple[Any, Any]]) -> None:
+    """Give a module the attributes that `_attributes` returned."""
+    own = vars(module)
+    for name in own.keys() - attributes.keys():
+        del own[name]
+    for name, (value, contents) in attributes.items():
+        if contents is not None:
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(contents)
+        own[name] = value
 
 
 @contextlib.contextmanager

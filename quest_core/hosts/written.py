@@ -20,7 +20,19 @@ from ..errors import UnsupportedError
 from ..mechanisms.base import Score
 from ..projections import HeadSizes
 from .adapter import Capabilities, mechanism_for
-from .following import FUNCTIONS, SCALES, SOFTMAX, Following, Origin, alpha, equation, factor_of, name_of, operands
+from .following import (
+    FUNCTIONS,
+    SCALES,
+    SOFTMAX,
+    Following,
+    Origin,
+    alpha,
+    equation,
+    factor_of,
+    is_product,
+    name_of,
+    operands,
+)
 from .sites import FoundSite, beyond_operands, in_compiled_graph, refuse_checkpoint, site_draft
 
 HIDDEN = -5e3  # a logit at or below it is hidden, for normalizers that count what a row sees
@@ -202,7 +214,7 @@ class _Preparing(Following):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (known := FUNCTIONS.get(func)) is not None:
+        if (known := FUNCTIONS.get(func)) is not None and is_product(known, args):
             if not is_compiling() and in_compiled_graph(self.site):
                 return func(*args, **kwargs)
             return self._weigh(func, args, kwargs) if known == SOFTMAX else self._multiply(known, func, args, kwargs)
@@ -259,8 +271,10 @@ class _Preparing(Following):
         """Raise UnsupportedError if the host multiplies an operand by another factor than in the example."""
         for role, factor, what in zip(product.roles, product.factors, ("queries", "keys"), strict=False):
             given = factor_of(self.flows(pair[role]))
-            if given is None or not _same(given, factor):
-                self._refuse(f"multiplies its {what} by {given}, and in the example by {factor:g}")
+            if given is None:
+                self._refuse(f"multiplies its {what} by a number and changes them after that, unlike in the example")
+            elif not _same(given, factor):
+                self._refuse(f"multiplies its {what} by {given:g}, and in the example by {factor:g}")
 
     def _prepared(self, product: Product, q: Tensor, k: Tensor) -> list[Tensor]:
         """Return both operands of a product as the score prepares them; q and k have the factors of the host."""
