@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from ..config import AttentionConfig
 from ..registry import Component, mechanisms, owner, packages
-from ..testing import check_mechanism
-from ..testing.mechanisms import brief
-from ..testing.truth import missing
 
 AXIS_TITLES = {
     "score": "Scores: how queries and keys meet",
@@ -55,6 +52,9 @@ def explain(text: str) -> int:
 
 def check(text: str) -> int:
     """Test what a mechanism declares, and print a row a check; returns 0 if it keeps all of it, else 1."""
+    from ..testing.mechanisms import brief, check_mechanism  # here, because they import torch.distributed.tensor
+    from ..testing.truth import missing
+
     config = AttentionConfig.parse(text)
     print(f"testing {config}")
     outcomes = check_mechanism(config, raises=False)

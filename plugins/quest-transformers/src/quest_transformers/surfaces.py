@@ -115,7 +115,7 @@ def _accept_names(stock: Any) -> Any:
             try:
                 Choice.parse(requested_attention or STANDARD)
             except ConfigError as ours:
-                raise ConfigError(f"{error} As an attention of quest it is refused too: {ours}") from None
+                raise ConfigError(f"{ours}. It names no function of transformers either: {error}") from None
             raise
 
     return get_correct_attn_implementation
