@@ -162,7 +162,9 @@ class Group:
                 parts.append(f"{join(names)} {'is' if len(names) == 1 else 'are'} {word} than {self.baseline}")
         equal = [row.attention for row in compared if row.equal]
         if equal:
-            parts.append(f"{join(equal)} equal{'s' if len(equal) == 1 else ''} {self.baseline} on every seed")
+            values = {value for row in self.rows for value in row.values.values()}
+            alike = f", and every cell has {number(values.pop())}" if len(values) == 1 else ""
+            parts.append(f"{join(equal)} equal{'s' if len(equal) == 1 else ''} {self.baseline} on every seed{alike}")
         undecided = [row for row in compared if not row.mark and row.attention not in equal]
         for test in ("paired t", "sign"):  # a sign test has no detectable difference
             same = [row for row in undecided if row.comparison and row.comparison.test == test]
