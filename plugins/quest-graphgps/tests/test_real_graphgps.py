@@ -49,9 +49,9 @@ def datasets(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def gps(datasets, tmp_path):
-    """gps(config, *options) runs main.py through the plugin's launcher and returns the statistics of its splits."""
+    """gps(config, *options) runs main.py through the plugin's launcher; returns its output and statistics by split."""
 
-    def run(config: str, *options: str, launch: tuple[str, ...] = ("-m", "quest_graphgps"), name: str = "run"):
+    def run(config: str, *options: str, launch=("-m", "quest_graphgps"), name: str = "run", status: int = 0):
         out = tmp_path / name
         command = [sys.executable, *launch, "main.py", "--cfg", config, *QUICK, "dataset.dir", str(datasets)]
         done = subprocess.run(
@@ -63,11 +63,12 @@ def gps(datasets, tmp_path):
             check=False,
         )
         said = done.stdout + done.stderr
+        assert done.returncode == status, said[-3000:]
         found = {
             path.parent.name: [json.loads(line) for line in path.read_text().splitlines()]
             for path in out.glob("*/0/*/stats.json")
         }
-        return done.returncode, said, found
+        return said, found
 
     return run
 
@@ -77,9 +78,8 @@ def training(found) -> list[tuple[float, float]]:
 
 
 def test_standard_trains_like_stock_to_the_printed_digits(gps) -> None:
-    _, _, stock = gps(PATTERN, "optim.max_epoch", "2", launch=(), name="stock")
-    status, said, ours = gps(PATTERN, "optim.max_epoch", "2", "gt.attention", "standard", name="standard")
-    assert status == 0, said[-3000:]
+    _, stock = gps(PATTERN, "optim.max_epoch", "2", launch=(), name="stock")
+    said, ours = gps(PATTERN, "optim.max_epoch", "2", "gt.attention", "standard", name="standard")
     assert "attention=standard in 6 modules (MultiheadAttention; 99,840 parameters as before)" in said
     assert training(ours) == training(stock)
     assert ours["train"][0]["params"] == stock["train"][0]["params"] == 337_201
@@ -103,8 +103,7 @@ def test_the_log_has_what_attention_does_in_every_layer(gps, tmp_path, monkeypat
     file = tmp_path / "calls.json"
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
     options = ("gnn.watch_attention", "1", "train.batch_size", "1000")  # one batch
-    status, said, found = gps(PATTERN, *options, launch=("-c", RECORD.format(file=str(file))))
-    assert status == 0, said[-3000:]
+    _, found = gps(PATTERN, *options, launch=("-c", RECORD.format(file=str(file))))
     check(found["train"][0], json.loads(file.read_text()), abs=1e-4)
 
 
@@ -140,20 +139,17 @@ Those of ZINC that save the best epoch and evaluate it again have a test of thei
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_config_that_the_data_allows(gps, name) -> None:
-    status, said, found = gps(f"configs/GPS/{name}.yaml", "gt.attention", "quest")
-    assert status == 0, said[-3000:]
+    said, found = gps(f"configs/GPS/{name}.yaml", "gt.attention", "quest")
     assert f"attention=quest in {CONFIGS[name]} modules" in said
     assert sorted(found) == ["test", "train", "val"]
     assert all(math.isfinite(line[0]["loss"]) for line in found.values())
 
 
 def test_the_best_epoch_is_saved_and_evaluated_with_the_attention_it_was_trained_with(gps, tmp_path) -> None:
-    status, said, trained = gps("configs/GPS/zinc-GPS+RWSE-ckptbest.yaml", "gt.attention", "quest", name="trained")
-    assert status == 0, said[-3000:]
-    best = tmp_path / "trained" / "zinc-GPS+RWSE-ckptbest"
+    said, trained = gps("configs/GPS/zinc-GPS+RWSE-ckptbest.yaml", "gt.attention", "quest", name="trained")
+    best = tmp_path / "trained" / "zinc-GPS+RWSE-ckptbest-quest"
     inference = "configs/GPS/zinc-GPS+RWSE-inference.yaml"
-    status, said, again = gps(inference, "pretrained.dir", str(best), name="again")
-    assert status == 0, said[-3000:]
+    said, again = gps(inference, "pretrained.dir", str(best), name="again")
     assert "attention=quest in 10 modules" in said
     for split in ("val", "test"):
         assert again[split][0]["mae"] == pytest.approx(trained[split][-1]["mae"], rel=1e-4)
@@ -173,16 +169,14 @@ def test_the_best_epoch_is_saved_and_evaluated_with_the_attention_it_was_trained
     ids=["quest", "options", "elliptical", "sigmoid", "float masks", "linear", "Graphormer"],
 )
 def test_attention_from_the_command_line(gps, config, options, attention) -> None:
-    status, said, found = gps(config, *SHALLOW, *options)
-    assert status == 0, said[-3000:]
+    said, found = gps(config, *SHALLOW, *options)
     assert f"attention={attention} modules" in said
     assert all(line[0]["loss"] == line[0]["loss"] for line in found.values())
 
 
 def test_weights_that_a_mechanism_has_not_cannot_be_logged(gps) -> None:
     options = ("gt.attention", "linear", "gt.attn_dropout", "0.0", "train.mode", "log-attn-weights")
-    status, printed, _ = gps(ZINC, *SHALLOW, *options)
-    assert status == 1
+    printed, _ = gps(ZINC, *SHALLOW, *options, status=1)
     assert "the host reads attention weights and it has none" in printed
 
 
@@ -191,8 +185,7 @@ def test_attention_from_yaml_and_the_shipped_configs(gps, tmp_path) -> None:
 
     shipped = Path(quest_graphgps.__file__).parent / "configs"
     for name in ("pattern.yaml", "zinc.yaml", "cifar10.yaml"):
-        status, said, _ = gps(str(shipped / name), *SHALLOW, name=name)
-        assert status == 0, said[-3000:]
+        said, _ = gps(str(shipped / name), *SHALLOW, name=name)
         assert "attention=quest in 2 modules" in said
 
 
@@ -200,12 +193,11 @@ def test_a_mapping_from_yaml_is_kept_as_text_and_survives_a_resumed_run(gps, tmp
     own = tmp_path / "own.yaml"
     own.write_text((ROOT / ZINC).read_text().replace("gt:\n", "gt:\n  attention: quest+gqa(kv_heads=2)\n", 1))
     options = (*SHALLOW, "train.auto_resume", "True")
-    status, said, _ = gps(str(own), *options)
-    assert status == 0, said[-3000:]
+    said, _ = gps(str(own), *options)
     assert "attention=quest+gqa(kv_heads=2) in 2 modules" in said
-    assert "attention: quest+gqa(kv_heads=2)" in (tmp_path / "run" / "own" / "config.yaml").read_text()
-    status, said, found = gps(str(own), *options, "optim.max_epoch", "2")
-    assert status == 0, said[-3000:]
+    written = tmp_path / "run" / "own-quest+gqa-kv_heads=2" / "config.yaml"
+    assert "attention: quest+gqa(kv_heads=2)" in written.read_text()
+    _, found = gps(str(own), *options, "optim.max_epoch", "2")
     assert [line["epoch"] for line in found["train"]] == [0, 1]
 
 
@@ -222,48 +214,31 @@ def test_one_file_dropped_into_graphgps_is_enough(datasets, tmp_path) -> None:
 
 
 def test_checkpoints_resume_and_fine_tune(gps, tmp_path) -> None:
-    """A run goes on with its own attention, or another one that was asked for, and is a start for fine-tuning."""
-    shallow = (*SHALLOW, "train.auto_resume", "True")
-    status, said, _ = gps(ZINC, *shallow, "gt.attention", "quest")
-    assert status == 0, said[-3000:]
-    status, said, _ = gps(ZINC, *shallow, "optim.max_epoch", "2")
-    assert status == 1
-    assert ENTRY in said
-    status, said, _ = gps(ZINC, *shallow, "optim.max_epoch", "2", "gt.attention", "standard")
-    assert status == 1
-    assert "trained with attention 'quest', and the model has 'standard'" in said
-    status, said, _ = gps(ZINC, *shallow, "optim.max_epoch", "2", "gt.attention", "quest")
-    assert status == 0, said[-3000:]
-    standard = ("gt.attention", "standard", "gt.attention_from", "quest")
-    status, said, found = gps(ZINC, *shallow, "optim.max_epoch", "3", *standard)
-    assert status == 0, said[-3000:]
-    assert [line["epoch"] for line in found["train"]] == [0, 1, 2]
+    """A run goes on in the folder of its attention, and is a start for fine-tuning."""
+    standard = (*SHALLOW, "train.auto_resume", "True", "gt.attention", "standard")
+    gps(ZINC, *standard)
+    _, found = gps(ZINC, *standard, "optim.max_epoch", "2")
+    assert [line["epoch"] for line in found["train"]] == [0, 1]
 
-    trained = tmp_path / "run" / "zinc-GPS+RWSE"
-    start = (*SHALLOW, "pretrained.dir", str(trained))
-    status, said, _ = gps(ZINC, *start, name="pretrained attention")
-    assert status == 0, said[-3000:]
+    start = (*SHALLOW, "pretrained.dir", str(tmp_path / "run" / "zinc-GPS+RWSE-standard"))
+    said, _ = gps(ZINC, *start, name="pretrained attention")
     assert "attention=standard in 2 modules" in said
-    status, said, _ = gps(ZINC, *start, "gt.attention", "quest", name="tuned")
-    assert status == 0, said[-3000:]
+    said, _ = gps(ZINC, *start, "gt.attention", "quest", name="tuned")
     assert "attention=quest in 2 modules" in said
-    log = (tmp_path / "tuned" / "zinc-GPS+RWSE" / "0" / "logging.log").read_text()
+    log = (tmp_path / "tuned" / "zinc-GPS+RWSE-quest" / "0" / "logging.log").read_text()
     assert "attention=quest in 2 modules" in log
     assert "trained with standard attention and are loaded into attention 'quest'" in log
     own = ("gt.attention", "quest", "gt.attention_from", "standard")
-    status, said, _ = gps(ZINC, *start, *own, name="meant")
-    assert status == 0, said[-3000:]
+    said, _ = gps(ZINC, *start, *own, name="meant")
     assert "trained with standard attention" not in said
 
 
 def test_a_quest_run_cannot_be_evaluated_without_the_plugin(gps, tmp_path) -> None:
-    status, said, _ = gps(ZINC, *SHALLOW, "gt.attention", "quest", name="trained")
-    assert status == 0, said[-3000:]
-    run = str(tmp_path / "trained" / "zinc-GPS+RWSE")
+    gps(ZINC, *SHALLOW, "gt.attention", "quest", name="trained")
+    run = str(tmp_path / "trained" / "zinc-GPS+RWSE-quest")
     for mode in ("inference-only", "custom"):
         options = (*SHALLOW, "pretrained.dir", run, "train.mode", mode)
-        status, said, found = gps(ZINC, *options, launch=(), name=f"stock {mode}")
-        assert status == 1
+        said, found = gps(ZINC, *options, launch=(), name=f"stock {mode}", status=1)
         assert f"self_attn.mechanism.{ENTRY}" in said
         assert "attention: quest" not in said
         assert not any(found.values())
@@ -279,13 +254,14 @@ def test_a_quest_run_cannot_be_evaluated_without_the_plugin(gps, tmp_path) -> No
     ],
 )
 def test_a_refused_config_leaves_the_previous_run_as_it_was(gps, options, tmp_path) -> None:
-    previous = tmp_path / "run" / "zinc-GPS+RWSE" / "0" / "ckpt" / "0.ckpt"
-    previous.parent.mkdir(parents=True)
-    previous.write_text("weights")
-    status, said, _ = gps(ZINC, *SHALLOW, *options)
-    assert status == 1
+    names = ("zinc-GPS+RWSE" + tag for tag in ("", "-qest", "-quest", "-linear", "-quest+gqa-kv_heads=3"))
+    previous = {tmp_path / "run" / name / "0" / "ckpt" / "0.ckpt" for name in names}
+    for path in previous:
+        path.parent.mkdir(parents=True)
+        path.write_text("weights")
+    said, _ = gps(ZINC, *SHALLOW, *options, status=1)
     assert "quest_core.errors." in said
-    assert {path for path in (tmp_path / "run").rglob("*") if path.is_file()} == {previous}
+    assert {path for path in (tmp_path / "run").rglob("*") if path.is_file()} == previous
 
 
 def test_a_start_from_a_checkpoint_of_another_attention(tmp_path) -> None:
@@ -297,8 +273,7 @@ def test_a_start_from_a_checkpoint_of_another_attention(tmp_path) -> None:
 
 
 def test_attention_weights_are_logged(gps, tmp_path) -> None:
-    status, said, _ = gps(ZINC, *SHALLOW, "gt.attention", "quest", "train.mode", "log-attn-weights")
-    assert status == 0, said[-3000:]
+    gps(ZINC, *SHALLOW, "gt.attention", "quest", "train.mode", "log-attn-weights")
     (saved,) = (tmp_path / "run").glob("*/0/graph_attn_stats.pt")
     graphs = torch.load(saved, weights_only=False)
     for graph in graphs:
