@@ -577,6 +577,8 @@ def test_the_example_leaves_layers_that_a_module_makes_when_it_first_runs() -> N
     model(x)
     assert late is not None
     assert model.late is late
+    assert model.known == 7
+    assert torch.equal(model.angles[:7, 0], torch.arange(7) / 10)  # as many as it has counted
 
 
 @pytest.mark.parametrize("attention", ["qknorm", "elliptical-quest", "quest+sigmoid"])

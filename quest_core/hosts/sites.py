@@ -223,25 +223,29 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Run a model in the block without gradients; at the end its modules and the random state are as they were.
 
     So a module that fills a buffer and counts how much of it is filled gets both back. A module that makes layers or
-    parameters when it first runs keeps them, and all its attributes.
+    parameters when it first runs keeps them, and with them its attributes and the contents of its buffers.
     """
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    kept = [(module, _layout(module), _attributes(module)) for module in model.modules()]
+    kept = [(module, _layout(module), _attributes(module), _values(module)) for module in model.modules()]
     with torch.no_grad():
         try:
             with same_random_state(model):
                 yield
         finally:
-            for module, layout, attributes in kept:
+            for module, layout, attributes, values in kept:
                 if _layout(module) == layout:
                     _restore(module, attributes)
-            for buffer, before in buffers:
-                buffer.copy_(before)
+                    for buffer, before in values:
+                        buffer.copy_(before)
 
 
 def _layout(module: nn.Module) -> tuple[type, list[int], list[int]]:
     """Return the class of a module, and which modules and parameters it has."""
     return type(module), [*map(id, module._modules.values())], [*map(id, module._parameters.values())]
+
+
+def _values(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Return the buffers of a module itself, each with a copy."""
+    return [(buffer, buffer.clone()) for buffer in module.buffers(recurse=False)]
 
 
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
