@@ -120,7 +120,7 @@ def test_two_versions_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr(versions, "cells", lambda: chosen)
     versions.main([sys.executable, "--out", str(tmp_path), "--threads", "1", "--rounds", "2"])
     text = (tmp_path / "versions.md").read_text()
-    ratios = [[float(x) for x in row] for row in re.findall(r"\| ([\d.]+) \(([\d.]+) to ([\d.]+)\) \|", text)]
+    ratios = [[float(x) for x in row] for row in re.findall(r"\| [\d.]+ \(([\d.]+); ([\d.]+) to ([\d.]+)\) \|", text)]
     assert len(ratios) == 2
     assert all(0.01 < low <= middle <= high < 100 for middle, low, high in ratios)
     assert "of 2 cells" in text
