@@ -73,10 +73,6 @@ class Picture:
         return self.data
 
 
-def _axis(group: Group) -> str:
-    return f"{group.suite.metric} {f'({group.suite.unit})' if group.suite.unit else ''}".strip()
-
-
 def _round(value: float, digits: int = 4) -> float | None:
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
@@ -114,7 +110,7 @@ def scores(group: Group) -> dict[str, Any]:
         for seed, value in row.values.items()
         if math.isfinite(value)
     ]
-    x = {"type": "quantitative", "scale": {"zero": False}, "title": _axis(group)}
+    x = {"type": "quantitative", "scale": {"zero": False}, "title": group.suite.measured}
     y = {"field": "attention", "type": "nominal", "sort": names, "title": None}
     common: dict[str, Any] = {"y": y, "color": _colour(names)}
     dots, point = {"opacity": 0.6, "size": 36, "yOffset": 9}, {"filled": True, "size": 90}
@@ -147,7 +143,7 @@ def items(group: Group) -> dict[str, Any]:
         if item.estimates[name].n
     ]
     y = {"field": "item", "type": "nominal", "sort": [item.name for item in group.items], "title": None}
-    x = {"type": "quantitative", "scale": {"zero": False}, "title": _axis(group)}
+    x = {"type": "quantitative", "scale": {"zero": False}, "title": group.suite.measured}
     common: dict[str, Any] = {
         "y": y,
         "yOffset": {"field": "attention", "sort": names},

@@ -118,7 +118,7 @@ def ls(
         table.add_row(
             Text(one.name, style="cyan"),
             ", ".join(one.tasks),
-            f"{one.metric} {one.unit}".strip(),
+            one.measured,
             data,
             Text(f"{record.name}: {record.status}", style="green" if record.status == "ok" else "red"),
         )

@@ -33,7 +33,7 @@ class Record:
     name: str  # "timm" of quest-timm
     distribution: str
     version: str
-    status: str = "ok"  # "ok", "broken" (its suites cannot be read) or "unsupported" (its host cannot be used)
+    status: str = "ok"  # or "not installed", "unsupported" (host cannot be used), "broken" (suites cannot be read)
     detail: str = ""  # the cause, unless ok
     fix: str = ""  # the command that fixes it, unless ok
     host: str = ""  # the installed distribution of its host, with its version
@@ -61,6 +61,11 @@ class Suite:
     data_files: Sequence[str] = ()  # patterns below a data folder, one of which has a match; empty: not checked
     also: Sequence[Mapping[str, Any]] = ()  # further metrics of the same cells, with what differs from the first
     tasks_from_data: str | None = None  # "module:function": lists the tasks of a data folder
+
+    @property
+    def measured(self) -> str:
+        """The metric, with its unit unless that says the same."""
+        return self.metric if self.unit in ("", self.metric) else f"{self.metric} ({self.unit})"
 
     def views(self) -> Iterator[Suite]:
         """The suite once for each metric that a report shows, its own first."""

@@ -128,7 +128,7 @@ def describe() -> list[dict[str, Any]]:
         about = {"name": point.name, "distribution": point.dist.name, "version": point.dist.version}
         if point.name not in found and point.dist.name == "quest-suites":  # the tasks of a host
             fix = f"pip install 'quest-{point.name}[host]'"
-            about |= {"status": "unsupported", "detail": f"quest-{point.name} is not installed", "fix": fix}
+            about |= {"status": "not installed", "detail": f"its tasks need quest-{point.name}", "fix": fix}
         record = found.setdefault(point.name, about)
         try:
             from quest_suites.contract import declared_suites  # every package with suites needs it
