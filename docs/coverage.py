@@ -392,9 +392,8 @@ def main() -> int:
             chosen = [one.partition("/")[2] for one in given.which if one.partition("/")[0] == package]
             if (given.which and not chosen) or not importlib.util.find_spec(package.replace("-", "_")):
                 continue
-            importlib.import_module(
-                {"transformers": "quest_transformers"}.get(package, "quest_core")
-            )  # before the fork
+            before_fork = "quest_transformers" if package == "transformers" else "quest_core"
+            importlib.import_module(before_fork)
             version = importlib.metadata.version(package)
             names = PACKAGES[package][0]() if "" in chosen or not chosen else chosen
             models = [(package, name) for name in names]

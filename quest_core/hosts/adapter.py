@@ -444,9 +444,7 @@ def require(adapter: Adapter, site: Site, config: AttentionConfig) -> None:
     why = adapter.refusal(site, config)
     if why is None:
         return
-    known = dict.fromkeys(
-        str(AttentionConfig.parse(name)) for name in list_mechanisms()
-    )  # softmax and mha are standard
+    known = dict.fromkeys(str(AttentionConfig.parse(name)) for name in list_mechanisms())  # softmax is "standard"
     able = [name for name in known if adapter.refusal(site, AttentionConfig.parse(name)) is None]
     where = f" at '{site.path}'" if site.path else ""
     raise UnsupportedError(

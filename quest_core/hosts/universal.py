@@ -239,10 +239,8 @@ def _attend(site: Routed, *args: Any, **kwargs: Any) -> Tensor:
     q, k, v = call.operands()
     _check(site, _heads(q), q.shape[-1], call.scale)
     axes = q.dim()
-    mask, is_causal = (
-        plain_mask(call.attn_mask, q.device),
-        call.is_causal,
-    )  # query i sees keys j ≤ i, as PyTorch aligns them
+    mask = plain_mask(call.attn_mask, q.device)
+    is_causal = call.is_causal  # query i sees keys j ≤ i, as PyTorch aligns them
     if not is_exporting() and (q.shape[:-3] != k.shape[:-3] or k.shape[:-3] != v.shape[:-3] or axes == 3):
         lead = torch.broadcast_shapes(*(x.shape[: -2 if axes == 3 else -3] for x in (q, k, v)))
         q, k, v = (x.expand(*lead, *x.shape[len(lead) :]) for x in (q, k, v))

@@ -363,11 +363,9 @@ def _judge(grid: list[tuple[float, float, int]], train: Tensor, test: Tensor, lo
     groups = {"": finite}
     for name in OUTCOMES:
         groups[f"/{name}"] = finite & torch.tensor([row["outcome"] == name for row in rows])
-    curves = {"loss": losses[:, finite]} | {
-        f"key_norm_{kind}{suffix}": norms[:, index, members]
-        for suffix, members in groups.items()
-        for index, kind in enumerate(KINDS)
-    }  # name -> [E, models]
+    curves = {"loss": losses[:, finite]}  # name -> [E, models]
+    for suffix, members in groups.items():
+        curves |= {f"key_norm_{kind}{suffix}": norms[:, index, members] for index, kind in enumerate(KINDS)}
     means = {name: curve.mean(1) for name, curve in curves.items()}
     # Without a model, or without such a token among the first samples, the curve is omitted.
     series = {name: mean.tolist() for name, mean in means.items() if mean.isfinite().all()}

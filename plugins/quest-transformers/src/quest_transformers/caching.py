@@ -114,10 +114,8 @@ def keep_unit_keys(stock: Any) -> Any:
                 "this cache holds the unit keys of a quest model, and a module with another attention extends it; "
                 "give every model a cache of its own"
             )
-        if (
-            key_states.shape[1],
-            key_states.shape[-1],
-        ) != step.sizes:  # MLA caches what keys and values are made of
+        given = key_states.shape[1], key_states.shape[-1]
+        if given != step.sizes:  # MLA caches what keys and values are made of
             delattr(self, MARK)
             return stock(self, key_states, value_states, *arguments, **options)
         setattr(self, MARK, None)
