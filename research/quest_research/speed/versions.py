@@ -3,9 +3,8 @@
     python -m quest_research.speed.versions ../before/bin/python --out research/results/speed-versions
 
 Each version has an interpreter of its own and takes turns in the same cell, so a machine that slows down for a while
-slows both. Processor seconds are counted, because others may use the machine, and the least of the rounds is compared,
-which they change least. Both interpreters run this file by its path and time what it asks on standard input; there it
-imports only torch and quest_core.
+slows both. Processor seconds are counted, because others may use the machine. Both interpreters run this file by its
+path and time what it asks on standard input; there it imports only torch and quest_core.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ def cells() -> list[dict[str, Any]]:
 def measure(before: str, after: str, threads: int, rounds: int) -> list[dict[str, Any]]:
     """Time every cell that both versions have.
 
-    Each row is a cell with the least microseconds of both versions, and the median and the middle half over the rounds
-    of the time in the new version over that in the old one.
+    Each row is a cell with the median microseconds of both versions, and the median over the rounds of the time in the
+    new version over that in the old one, with the 95 % interval that the order of the rounds gives.
 
     Args:
         before, after: interpreters that import the two versions.
@@ -88,32 +87,35 @@ def measure(before: str, after: str, threads: int, rounds: int) -> list[dict[str
         for number in range(rounds):
             for which in (0, 1) if number % 2 else (1, 0):
                 times[which].append(ask(which, cell, repeats)[0] or 0.0)
-        ratios = [new / old for old, new in zip(*times, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-        old, new = (1e6 * min(one) for one in times)
-        found = {"before": old, "after": new, "ratio": new / old, "low": low, "middle": middle, "high": high}
-        rows.append({**cell, "threads": threads, **found})
+        low, ratio, high = median([new / old for old, new in zip(*times, strict=True)])
+        old, new = (1e6 * statistics.median(one) for one in times)
+        rows.append({**cell, "threads": threads, "before": old, "after": new, "low": low, "ratio": ratio, "high": high})
     for pipe in pipes:
         pipe.communicate()
     return rows
 
 
+def median(values: list[float]) -> tuple[float, float, float]:
+    """Return the median between the ends of its 95 % interval, two of the values, by the ranks of the sign test."""
+    ordered, half = sorted(values), 0.98 * math.sqrt(len(values))
+    low, high = math.floor((len(values) - 1) / 2 - half), math.ceil((len(values) - 1) / 2 + half)
+    return ordered[max(low, 0)], statistics.median(ordered), ordered[min(high, len(ordered) - 1)]
+
+
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return a Markdown table: the least times and their ratio, and the median and middle half of the ratios."""
+    """Return a Markdown table: the median times, and the ratio with its interval."""
     lines = [
-        "| call | attention | (B, H, N, D) | direction | threads | old µs | new µs | ratio (median; middle half) |",
+        "| call | attention | (B, H, N, D) | direction | threads | old µs | new µs | ratio (95 % interval) |",
         "|---|---|---|---|---:|---:|---:|---|",
     ]
     for row in rows:
         direction = "forward+backward" if row["backward"] else "forward"
-        numbers = "{before:.1f} | {after:.1f} | {ratio:.3f} ({middle:.3f}; {low:.3f} to {high:.3f})".format(**row)
+        numbers = "{before:.1f} | {after:.1f} | {ratio:.3f} ({low:.3f} to {high:.3f})".format(**row)
         lines.append(
             f"| {row['kind']} | {row['attention']} | {row['shape']} | {direction} | {row['threads']} | {numbers} |"
         )
-    slower, surely = (sum(row[name] > 1.03 for row in rows) for name in ("ratio", "low"))
-    lines.append(
-        f"\nMore than 3 % slower: {slower} of {len(rows)} cells by the least time, {surely} by the lower quartile too."
-    )
+    slower, faster = sum(row["low"] > 1.03 for row in rows), sum(row["high"] < 0.97 for row in rows)
+    lines.append(f"\nThe interval lies above 1.03 in {slower} of {len(rows)} cells, and below 0.97 in {faster}.")
     return "\n".join(lines)
 
 
