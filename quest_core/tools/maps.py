@@ -110,10 +110,9 @@ class _Map(Layer):
             raise InputError(f"queries holds {outside[0]}, and an attention '{self.mechanism.config}' has {n} queries")
         wanted = [query % n for query in given]
         kept = call.q.new_zeros(batch, heads, len(wanted), m)
-        for some, rows, _, logs in blocks(self.mechanism, call.form, call.shape, call.mask, call.is_causal, wanted):
+        for some, rows, z, formed in blocks(self.mechanism, call.form, call.shape, call.mask, call.is_causal, wanted):
             here = [(i, query - rows.start) for i, query in enumerate(wanted) if rows.start <= query < rows.stop]
             to, of = map(list, zip(*here, strict=True))
-            chosen = logs[:, :, of]
-            weights = chosen.softmax(-1).nan_to_num(0) if self.mechanism.fused else chosen.exp()
+            weights = z[:, :, of].softmax(-1).nan_to_num(0) if formed is None else formed[:, :, of]
             kept[some, :, to] = weights.to(kept.dtype)
         self.maps.append(kept)

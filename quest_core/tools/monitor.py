@@ -44,7 +44,7 @@ class Monitor:
     | name | what | over |
     |---|---|---|
     | max_logit | largest logit as the normalizer gets it: scaled, additive masks and residuals added | visible pairs |
-    | entropy | mean entropy, in nats, of a query's weights divided by their sum | queries |
+    | entropy | mean entropy, in nats, of the size of a query's weights divided by its sum | queries |
     | top_key_share | part of a sample's weights that its most attended key gets, mean over samples | queries |
     | query_norm_mean, query_norm_max | ‖q‖₂ over the D features, before any normalization | queries |
     | key_norm_mean, key_norm_max | ‖k‖₂ over the D features, before any normalization | keys |
@@ -465,9 +465,9 @@ class Layer:
         if not self.logits or form is None:
             return
         columns = q.new_zeros(*shape[:2], shape[3], dtype=torch.float32)  # [B, H, M]: weights of all queries
-        for some, _, z, rows in blocks(self.mechanism, form, shape, mask, is_causal):
+        for some, _, z, given in blocks(self.mechanism, form, shape, mask, is_causal):
             self._add_max("max_logit", z.amax((0, 2, 3)))
-            weights, entropy, counted = _weights(rows)
+            weights, entropy, counted = _weights(z if given is None else given.abs().log().to(z.dtype))
             self._add_mean("entropy", entropy, counted)
             columns[some] += weights.sum(2)
         if known:
@@ -508,11 +508,11 @@ def _visible(mask: Tensor | None, is_causal: bool, n: int, m: int, device: torch
 
 def blocks(
     mechanism: Mechanism, form: Form, shape: tuple[int, ...], mask: Tensor | None, is_causal: bool, queries: Any = None
-) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """Yield blocks of samples b and queries n: their logits, and the logarithms of their weights.
+) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
+    """Yield blocks of samples b and queries n: their logits, and their weights unless those are softmax(logits).
 
-    Both are [b, H, n, M], −inf for hidden pairs; `shape` is that of all logits, [B, H, N, M]. For softmax the
-    logarithms are the logits, up to a constant per row. Blocks with none of the `queries`, a list, are left out.
+    Both are [b, H, n, M], logits −inf for hidden pairs; `shape` is that of all logits, [B, H, N, M]. Weights may be
+    negative (differential attention). Blocks with none of the `queries`, a list, are left out.
     """
     batch, heads, n, m = shape
     samples = max(1, BLOCK // (heads * n * m))
@@ -535,7 +535,7 @@ def blocks(
                 z.masked_fill_(later, -math.inf)
             # Weights in float64, where those of logits down to −700 are not 0 yet.
             weights = None if mechanism.fused else mechanism.normalizer.weights(z.double(), z > -math.inf)
-            yield some, chosen, z, z if weights is None else weights.log().to(z.dtype)
+            yield some, chosen, z, weights
 
 
 def _of_pairs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

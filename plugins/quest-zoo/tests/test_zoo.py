@@ -139,7 +139,7 @@ def test_parts_are_named_in_any_order() -> None:
         quest_core.AttentionConfig.parse("alibi+softcap")
 
 
-@pytest.mark.parametrize("name", ["softcap(cap=0.3)", "alibi", "sigmoid+alibi", "sink+softcap(cap=0.3)+xsa"])
+@pytest.mark.parametrize("name", ["softcap(cap=0.3)", "alibi", "sigmoid+alibi", "sink+softcap(cap=0.3)+xsa", "diff-v1"])
 def test_what_is_watched_is_what_is_computed(name: str) -> None:
     """The Monitor and the maps see logits and weights as a score mod leaves them."""
     layer = quest_core.Attention(32, 4, name)
@@ -152,7 +152,7 @@ def test_what_is_watched_is_what_is_computed(name: str) -> None:
     torch.testing.assert_close(maps, weights)
     (row,) = monitor.collect().values()
     torch.testing.assert_close(torch.as_tensor(row["max_logit"]).float().flatten(), logits.amax((0, 2, 3)))
-    share = weights / weights.sum(-1, keepdim=True)
+    share = weights.abs() / weights.abs().sum(-1, keepdim=True)  # those of diff-v1 may be negative
     entropy = -(share * share.log()).sum(-1).mean((0, 2))
     torch.testing.assert_close(torch.as_tensor(row["entropy"]).float().flatten(), entropy, rtol=1e-4, atol=1e-5)
 
