@@ -248,6 +248,18 @@ def test_uninject_refuses_smaller_projections_before_anything_changes() -> None:
     assert_same(snapshot(model), before)
 
 
+def test_uninject_refuses_weights_that_were_parametrized_since() -> None:
+    model, x = encoder().eval(), torch.randn(2, 5, 8)
+    quest_core.inject(model, "quest")
+    nn.utils.parametrizations.weight_norm(model.layers[0].self_attn, "in_proj_weight")
+    before = model(x)
+    with pytest.raises(InjectionError, match="parametrized .* after inject; undo that first"):
+        quest_core.uninject(model)
+    torch.testing.assert_close(model(x), before)
+    nn.utils.parametrize.remove_parametrizations(model.layers[0].self_attn, "in_proj_weight")
+    assert type(quest_core.uninject(model).layers[0].self_attn) is nn.MultiheadAttention
+
+
 def test_a_module_stays_the_same_object_and_so_do_its_hooks() -> None:
     model = encoder()
     attention, seen = model.layers[0].self_attn, []

@@ -309,7 +309,8 @@ def uninject(model: nn.Module) -> nn.Module:
 
     Raises:
         InjectionError: nothing was injected, or projections have fewer key/value heads or features (gqa, mqa,
-            aft-conv), because those of the host were not kept. The model is not changed.
+            aft-conv), because those of the host were not kept; or are parametrized (weight_norm) since. The model is
+            not changed.
     """
     changed: dict[nn.Module, Former] = {m: vars(m)[FORMER] for m in model.modules() if FORMER in vars(m)}
     if not changed:
@@ -319,6 +320,12 @@ def uninject(model: nn.Module) -> nn.Module:
         raise InjectionError(
             f"the projections of '{smaller[0]}' were made smaller, and those of the host were not kept; build the "
             "model again, and load its weights"
+        )
+    parametrized = [module for module in changed if nn.utils.parametrize.is_parametrized(module)]
+    if parametrized:  # by a class of its own, which the host's would replace
+        raise InjectionError(
+            f"weights of a {type(parametrized[0]).__name__} were parametrized (weight_norm, ...) after inject; undo "
+            "that first: torch.nn.utils.parametrize.remove_parametrizations"
         )
     methods = _kept_methods(model, {module: former.kind for module, former in changed.items()})
     for module in changed:
