@@ -62,6 +62,14 @@ def test_errors(attention, threshold, words):
         quest_core.QKClip(model(attention), threshold)
 
 
+def test_layers_that_share_weights_are_refused():
+    made = model()
+    made.layers[1].self_attn.in_proj_weight = made.layers[0].self_attn.in_proj_weight
+    with pytest.raises(quest_core.UnsupportedError, match="'layers.0.self_attn' and 'layers.1.self_attn' share param"):
+        quest_core.QKClip(made)
+    assert type(made.layers[0].self_attn) is nn.MultiheadAttention
+
+
 def test_an_error_leaves_the_model_as_it_was():
     """The queries of attention that a run found, and those of a family, have no projection that can be scaled."""
 

@@ -105,7 +105,7 @@ def calibrate(
             raise UnsupportedError(f"no adapter knows which projection of '{unknown[0]}' makes its queries")
         given = adapter if isinstance(adapter, Adapter) else None
         owners = [(row.path, given or find_adapter(row.adapter)) for row in replaced.replacements]
-        _refuse_shared(twin, [path for path, _ in owners])
+        refuse_shared(twin, [path for path, _ in owners])
         layers, wanted = _measure(twin, owners, batches, run, target)
         twin, _ = inject(twin, target, adapter=adapter)
         uncalibrated = _change(twin, batches, wanted, run)
@@ -153,11 +153,11 @@ def leaves(config: AttentionConfig, role: str) -> bool:
     return pointwise and getattr(config.build(part, Dims(1, 1, 1)), role)(x) is x
 
 
-def _refuse_shared(model: nn.Module, paths: list[str]) -> None:
+def refuse_shared(model: nn.Module, paths: list[str]) -> None:
     """Raise UnsupportedError for a parameter of two attention modules, which would be scaled by the factors of both."""
     for one, other in itertools.combinations(paths, 2):
         if not set(model.get_submodule(one).parameters()).isdisjoint(model.get_submodule(other).parameters()):
-            raise UnsupportedError(f"'{one}' and '{other}' share parameters; inject and fine-tune without calibration")
+            raise UnsupportedError(f"'{one}' and '{other}' share parameters; their queries cannot be scaled alone")
 
 
 def _measure(

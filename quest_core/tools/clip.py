@@ -11,7 +11,7 @@ from ..hosts.inject import REPORT
 from ..hosts.plugins import adapter
 from ..mechanism import Mechanism
 from ..projections import Projected
-from .calibration import leaves
+from .calibration import leaves, refuse_shared
 from .monitor import TrainingMonitor, borrow
 
 
@@ -24,9 +24,10 @@ class QKClip:
     ...     clip.step()
 
     Where the largest logit S of a head in the step's forward passes is above the threshold τ, the head's query
-    projection is multiplied by τ / S, so that the same inputs reach τ at most. (Kimi K2 gives √(τ/S) to the queries and
-    √(τ/S) to the keys; the logits are the same.) A model without attention of quest_core gets the mechanism
-    `standard` until `close`, which computes what the host computes. Forward passes in evaluation do not count.
+    projection is multiplied by τ / S, so that the same inputs reach τ at most; an additive mask, which S counts, is not
+    scaled. (Kimi K2 gives √(τ/S) to the queries and √(τ/S) to the keys; the logits are the same.) A model without
+    attention of quest_core gets the mechanism `standard` until `close`, which computes what the host computes. Forward
+    passes in evaluation do not count.
 
     The logits are formed once more in every step (see :class:`quest_core.Monitor`); `quest` bounds them by its
     queries without that.
@@ -38,7 +39,7 @@ class QKClip:
     Raises:
         ConfigError: τ is not positive, or a score normalizes queries, so that their scale does not matter.
         InjectionError: no attention was found.
-        UnsupportedError: it is not known which projection makes a layer's queries.
+        UnsupportedError: it is not known which projection makes a layer's queries, or layers share parameters.
     """
 
     def __init__(self, model: nn.Module, threshold: float = 100) -> None:
@@ -47,9 +48,10 @@ class QKClip:
         self.model, self.threshold = model, threshold
         self._give_back = borrow(model)
         try:
-            for path, module in model.named_modules():
-                if isinstance(module, Mechanism):
-                    self._refuse(path.rpartition(".")[0], module)
+            found = {path.rpartition(".")[0]: x for path, x in model.named_modules() if isinstance(x, Mechanism)}
+            for path, mechanism in found.items():
+                self._refuse(path, mechanism)
+            refuse_shared(model, list(found))
             self._monitor = TrainingMonitor(model)
         except Exception:
             self._give_back()
