@@ -171,7 +171,9 @@ def _scan(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None) -> Tensor:
     """
     traces_onnx("linear")
     n, m = q.shape[2], k.shape[2]
-    tokens = max(n, m) if is_tracing() else torch.sym_max(n, m)
+    # Dynamo takes symbols for int too, and in PyTorch 2.5 it has no sym_max of numbers.
+    plain = is_tracing() or (isinstance(n, int) and isinstance(m, int))
+    tokens = max(n, m) if plain else torch.sym_max(n, m)
     # One graph for all lengths has chunks of one size, and two or more: one would be a case of its own.
     graph = is_compiling() or is_exporting()
     size = CHUNK if graph else min(CHUNK, max(tokens, 1))
