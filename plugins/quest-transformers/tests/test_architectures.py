@@ -154,21 +154,26 @@ def test_the_hosts_function_gets_prepared_keys(kind, monkeypatch):
     """In float64, equal to the host's own function with q, k/‖k‖ and the scale 1 written by hand."""
     config = getattr(hf, kind)(**OWN.get(kind, (LLAMA,))[0])
     config._experts_implementation = "eager"
-    quest = [built(config, "quest").double()]
-    if quest[0]._supports_sdpa:
-        quest.append(built(config, "quest").double())
+    stock, quest = built(config, "eager").double(), [built(config, "quest").double()]
+    try:
+        theirs = ways(stock)
+    except RuntimeError as error:  # GLM-MoE-DSA of transformers 5.8
+        pytest.skip(f"the model of transformers {hf.__version__} does not decode in pieces: {error}")
+    if stock._supports_sdpa:
         quest[0].set_attn_implementation("eager")
-    stock = built(config, "eager").double()
+        if equal(ways(built(config, "sdpa").double())[0], theirs[0]):  # Gemma 2 of transformers 5.8 forgets its cap
+            quest.append(built(config, "quest").double())
     for model in quest:
-        for own, theirs in zip(ways(model), ways(stock), strict=True):  # DeepSeek's depends on the pieces
-            assert equal(own, ways(model)[0]) == equal(theirs, ways(stock)[0])
+        own = ways(model)
+        for one, other in zip(own, theirs, strict=True):  # DeepSeek's depends on the pieces
+            assert equal(one, own[0]) == equal(other, theirs[0])
     sites = [site.module for site in quest_core.hosts.plugins.adapter("transformers").sites(stock)]
     spaces = inspect.unwrap(type(sites[0]).forward).__globals__
-    theirs = spaces["eager_attention_forward"]
+    function = spaces["eager_attention_forward"]
 
     def by_hand(module, query, key, value, attention_mask, scaling, **options):
         key = key / key.norm(dim=-1, keepdim=True)
-        return theirs(module, query, key, value, attention_mask, scaling=1.0, **options)
+        return function(module, query, key, value, attention_mask, scaling=1.0, **options)
 
     monkeypatch.setitem(spaces, "eager_attention_forward", by_hand)
     with torch.no_grad():

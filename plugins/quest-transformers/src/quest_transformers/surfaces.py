@@ -234,7 +234,8 @@ def _chosen_parts(model: Any, given: Mapping[str, Any]) -> tuple[dict[str, Choic
         value = as_text(config, value)
         if isinstance(value, Mapping):
             left = {key: rest(getattr(config, key, config), each, key) for key, each in value.items()}
-            return {key: each for key, each in left.items() if each is not chosen}
+            left = {key: each for key, each in left.items() if each is not chosen}
+            return left if left or not name else chosen
         parts = list(parts_of(config)) if name else [config]
         paths = [path for path, owner in owners.items() if any(owner is part for part in parts)]
         choice = parse(value)
