@@ -354,6 +354,7 @@ WRONG: dict[str, tuple[type[Component], set[str]]] = {
         toy(Mean, compares=True, **LINEAR),
         {"no_query_sees_the_future", "decoding_equals_the_forward_pass", "queries_choose_among_keys"},
     ),
+    "blocks of queries": (toy(Soft, rowwise=True, reads=("tokens", "queries")), {"declarations"}),
     "a grid": (toy(Mean, on_grid=True, **LINEAR), {"declarations"}),
     "a chain": (toy(Score, chained=True, **POINTWISE), {"declarations"}),
 }
