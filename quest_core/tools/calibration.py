@@ -157,7 +157,7 @@ def refuse_shared(model: nn.Module, paths: list[str]) -> None:
     """Raise UnsupportedError for a parameter of two attention modules, which would be scaled by the factors of both."""
     for one, other in itertools.combinations(paths, 2):
         if not set(model.get_submodule(one).parameters()).isdisjoint(model.get_submodule(other).parameters()):
-            raise UnsupportedError(f"'{one}' and '{other}' share parameters; their queries cannot be scaled alone")
+            raise UnsupportedError(f"'{one}' and '{other}' share parameters, so neither can be scaled by itself")
 
 
 def _measure(
