@@ -96,6 +96,16 @@ def test_onnx_keeps_every_axis_dynamic(kind: str, attention: str, sizes: tuple[i
         torch.testing.assert_close(torch.from_numpy(found), made(*given).detach(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.needs_torch("2.6", "torch.onnx.export(dynamo=True)")
+@pytest.mark.parametrize("sizes", [(1, 5), (5, 1)], ids=str)
+def test_onnx_refuses_an_example_of_one_query_or_one_key(sizes: tuple[int, int]) -> None:
+    q, k = (torch.randn(2, 2, tokens, 8) for tokens in sizes)
+    made = quest_core.Mechanism("quest+sigmoid", num_heads=2, head_dim=8)
+    shapes: Any = ({2: "queries"}, {2: "keys"}, {2: "keys"})
+    with pytest.raises(Exception, match="example of one token"):
+        torch.onnx.export(made, (q, k, k), dynamo=True, dynamic_shapes=shapes, verbose=False)
+
+
 @pytest.mark.parametrize("attention", ["standard", "quest", "qknorm-hs", "quest+sigmoid"])
 @pytest.mark.parametrize("kind", ["multihead", "encoder", "layer", "call"])
 @pytest.mark.drawn(4)
