@@ -37,7 +37,7 @@ def inputs(attention: str = "quest", n: int = N, m: int = M) -> tuple[Tensor, Te
 def masks(n: int = N, m: int = M) -> dict[str, dict[str, Any]]:
     some = torch.rand(n, m) > 0.4
     some[1] = False  # a query that sees no key
-    some[0, -1] = True  # or the mask hides the future once in 300 draws, and some mechanisms refuse that
+    some[0, -1] = True  # no draw hides the whole future, which some mechanisms refuse
     padding = torch.ones(B, 1, 1, m, dtype=torch.bool)
     padding[0, ..., 4:] = False
     padding[1, ..., 0] = False

@@ -66,7 +66,7 @@ def declarations(t: Trial) -> None:
         if part.on_grid and not ({"dims", "grid", "prefix"} <= {option.name for option in part.options}):
             raise Wrong(f"'{part.name}' has a grid; give it the options dims, grid and prefix")
         if getattr(part, "rowwise", False) and "queries" in part.reads:
-            raise Wrong(f"'{part.name}' reads other queries, and blocks have some of them only; drop rowwise")
+            raise Wrong(f"'{part.name}' reads other queries, and a block holds only some of them; drop rowwise")
     if (t.groups != HEADS or t.parts[0].key_features is not None) and not any(p.reshapes for p in t.parts):
         raise Wrong(f"'{t.config}' has {t.groups} key heads for {HEADS}; declare reshapes = True")
     if not (t.chained or t.stateful or any(part.learnable for part in t.parts)):

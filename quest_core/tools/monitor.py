@@ -44,7 +44,7 @@ class Monitor:
     | name | what | over |
     |---|---|---|
     | max_logit | largest logit as the normalizer gets it: scaled, additive masks and residuals added | visible pairs |
-    | entropy | mean entropy, in nats, of the size of a query's weights divided by its sum | queries |
+    | entropy | mean entropy, in nats, of a query's absolute weights divided by their sum | queries |
     | top_key_share | part of a sample's weights that its most attended key gets, mean over samples | queries |
     | query_norm_mean, query_norm_max | ‖q‖₂ over the D features, before any normalization | queries |
     | key_norm_mean, key_norm_max | ‖k‖₂ over the D features, before any normalization | keys |
