@@ -9,6 +9,8 @@ All of these mean the same::
 Options are separated by ``,`` or ``;``, because some command lines (mmengine, Pointcept) split values at commas. A name
 is one or more components joined by ``+``, at most one per axis (score, normalizer, grouping, score_mod, output). The
 first three are standard, softmax and mha if left out, the last two nothing. Families (linear, ...) are not combined.
+An option inside the brackets of a component that has it is that component's; where two components have an option of
+one name, a mapping says which is meant by ``{"entmax.alpha": 1.3}``.
 """
 
 from __future__ import annotations
@@ -56,17 +58,14 @@ class AttentionConfig:
             except json.JSONDecodeError as error:
                 raise ConfigError(f"attention {spec!r} starts like JSON but is not: {error}") from None
         if isinstance(spec, str):
-            return _validate(*_read_text(spec.strip()))
+            return _validate(*_read_text(spec))
         if isinstance(spec, Mapping):
             if not isinstance(spec.get("name"), str):
                 raise ConfigError(
                     f"attention {dict(spec)!r} has no 'name'; write for example {{'name': 'quest', 'kv_heads': 4}}"
                 )
-            names, options = _read_text(spec["name"].strip())
-            given = {str(key): value for key, value in spec.items() if key != "name"}
-            for key in options.keys() & given.keys():
-                raise ConfigError(f"attention: option '{key}' is given twice, in the name and as a key")
-            return _validate(names, options | given)
+            names, options = _read_text(spec["name"])
+            return _validate(names, options + [(str(key), value) for key, value in spec.items() if key != "name"])
         raise ConfigError(
             f"attention is {spec!r} ({type(spec).__name__}); write a name such as 'quest', "
             "a mapping such as {'name': 'quest', 'kv_heads': 4}, or 'quest+gqa(kv_heads=4)'"
@@ -95,8 +94,15 @@ class AttentionConfig:
 
     def option(self, key: str) -> Any:
         """Return the value of an option: the one given or its default; None if no component has the option."""
-        values = {o.name: o.default for component in self.components for o in component.options}
-        return (values | dict(self.options)).get(key)
+        owner, _, name = key.rpartition(".")
+        found = [c for c in self.components if owner in ("", c.name) for o in c.options if o.name == name]
+        return self._given(found[-1])[name] if found else None
+
+    def _given(self, component: type[Component]) -> dict[str, Any]:
+        """Return the value of each option of a component: the one given or its default."""
+        given = dict(self.options)
+        own = {o.name: given.get(o.name, o.default) for o in component.options}
+        return own | {name: given[key] for name in own if (key := f"{component.name}.{name}") in given}
 
     @property
     def needs_input(self) -> bool:
@@ -117,8 +123,8 @@ class AttentionConfig:
             other = AttentionConfig.parse(spec)
         except ConfigError:
             return False
-        compared = [o.name for component in self.components for o in component.options if o.starts is None]
-        return self.parts == other.parts and all(self.option(name) == other.option(name) for name in compared)
+        compared = [(c, o.name) for c in self.components for o in c.options if o.starts is None]
+        return self.parts == other.parts and all(self._given(c)[x] == other._given(c)[x] for c, x in compared)
 
     @property
     def initial_norms(self) -> dict[str, float]:
@@ -134,9 +140,8 @@ class AttentionConfig:
 
     def build(self, component: type[C], dims: Dims | None) -> C:
         """Return a new `component` with the options of this configuration, defaults filled in."""
-        given = dict(self.options)  # two components may have an option of one name, each with its default
-        arguments = {o.name: given.get(o.name, o.default) for o in component.options if o.starts not in ("q", "k")}
-        return component(dims, **arguments)
+        given = self._given(component)
+        return component(dims, **{o.name: given[o.name] for o in component.options if o.starts not in ("q", "k")})
 
     def to_dict(self) -> dict[str, Any]:
         """Return a mapping of plain JSON types that :meth:`parse` reads back to an equal configuration."""
@@ -158,24 +163,24 @@ STANDARD = AttentionConfig(tuple(DEFAULTS.items()))
 _TERM = r"\s*([A-Za-z][\w.-]*)\s*(?:\(([^()]*)\))?\s*"  # name or name(...)
 
 
-def _read_text(text: str) -> tuple[list[str], dict[str, Any]]:
-    """Return names and options: 'quest+gqa(kv_heads=4)' -> (['quest', 'gqa'], {'kv_heads': 4})."""
+def _read_text(text: str) -> tuple[list[str], list[tuple[str, Any]]]:
+    """Return names and options: 'quest+gqa(kv_heads=4)' -> (['quest', 'gqa'], [('gqa.kv_heads', 4)])."""
+    text = text.strip()
     if not re.fullmatch(rf"{_TERM}(\+{_TERM})*", text):
         raise ConfigError(
             f"attention {text!r} cannot be read; write a name, name(key=value, ...), name(key=value; ...) or names "
             "joined by '+', such as 'quest+gqa(kv_heads=4)'"
         )
     names: list[str] = []
-    options: dict[str, Any] = {}
+    options: list[tuple[str, Any]] = []
     for name, inside in re.findall(_TERM, text):
         names.append(name)
         for item in filter(None, map(str.strip, re.split("[,;]", inside))):
             key, _, value = (piece.strip() for piece in item.partition("="))
             if not value:
                 raise ConfigError(f"attention {text!r}: {item!r} is not key=value")
-            if key in options:
-                raise ConfigError(f"attention {text!r}: option '{key}' is given twice")
-            options[key] = _read_value(value)
+            own = any(o.name == key for o in find(name).options)
+            options.append((f"{name}.{key}" if own else key, _read_value(value)))
     return names, options
 
 
@@ -196,7 +201,7 @@ def _write_value(value: Any) -> str:
     return json.dumps(value)
 
 
-def _validate(names: list[str], options: dict[str, Any]) -> AttentionConfig:
+def _validate(names: list[str], options: list[tuple[str, Any]]) -> AttentionConfig:
     written = "+".join(names)
     chosen: dict[str, type[Component]] = {}
     for component in map(find, names):
@@ -208,7 +213,7 @@ def _validate(names: list[str], options: dict[str, Any]) -> AttentionConfig:
             )
         chosen[axis] = component
     if "family" not in chosen:
-        if "grouping" not in chosen and options.keys() & {"kv_heads", "ratio"}:
+        if "grouping" not in chosen and any(key in ("kv_heads", "ratio") for key, _ in options):
             chosen["grouping"] = find("gqa")
         chosen = {axis: find(name) for axis, name in DEFAULTS.items()} | chosen
         chosen = {axis: chosen[axis] for axis in AXES if axis in chosen}
@@ -219,14 +224,20 @@ def _validate(names: list[str], options: dict[str, Any]) -> AttentionConfig:
             f"drop {others}"
         )
     checked: dict[str, Any] = {}
-    for key, value in options.items():
-        found = [(component.name, o) for component in chosen.values() for o in component.options if o.name == key]
+    for given, value in options:
+        owner, _, key = given.rpartition(".")
+        owners = {c.name: o for c in chosen.values() for o in c.options if o.name == key}
+        found = {name: option for name, option in owners.items() if owner in ("", name)}
         if not found:
-            raise ConfigError(f"attention '{written}' has no option '{key}'; {_nearest(key, chosen.values())}")
+            raise ConfigError(f"attention '{written}' has no option '{given}'; {_nearest(key, chosen.values())}")
         if len(found) > 1:
-            owners = " and ".join(f"'{name}'" for name, _ in found)
-            raise ConfigError(f"attention '{written}': option '{key}' belongs to {owners}; rename it in one class")
-        checked[key] = found[0][1].check(value, written)
+            ways = " or ".join(f"'{name}.{key}'" for name in found)
+            raise ConfigError(f"attention '{written}': option '{key}' belongs to {len(found)} parts; write {ways}")
+        [(name, option)] = found.items()
+        stored = key if len(owners) == 1 else f"{name}.{key}"
+        if stored in checked:
+            raise ConfigError(f"attention '{written}': option '{stored}' is given twice; keep one")
+        checked[stored] = option.check(value, written)
     return AttentionConfig(
         tuple((axis, component.name) for axis, component in chosen.items()), tuple(sorted(checked.items()))
     )

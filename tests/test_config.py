@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quest_core import AttentionConfig, ConfigError
+from quest_core import AttentionConfig, AttentionSpec, ConfigError
 from quest_core.mechanisms import Normalizer, Option, Score
 from quest_core.registry import mechanisms, register, temporary
 
@@ -96,6 +96,7 @@ def test_every_text_of_an_option_reads_back_or_is_refused(text: str) -> None:
         ("quest gqa", "'quest gqa' cannot be read; .* names joined by '\\+'"),
         ("quest+", "cannot be read"),
         ("", "cannot be read"),
+        ("quest(gqa.kv_heads=2)", r"'quest' has no option 'gqa\.kv_heads'"),
         ("quest(scale)", "'scale' is not key=value"),
         ({"kv_heads": 4}, "has no 'name'"),
         ('{"name": "quest"', "starts like JSON but is not"),
@@ -108,7 +109,7 @@ def test_mistakes_are_named(spec: object, message: str) -> None:
         AttentionConfig.parse(spec)  # type: ignore[arg-type]
 
 
-def test_an_option_that_two_packages_have_keeps_both_defaults_and_cannot_be_given() -> None:
+def test_an_option_of_two_parts_says_whose_it_is() -> None:
     class Raised:
         def __init__(self, dims: None, *, p: float) -> None:
             super().__init__(dims)  # type: ignore[call-arg]
@@ -118,14 +119,25 @@ def test_an_option_that_two_packages_have_keeps_both_defaults_and_cannot_be_give
 
     class Other(Raised, Normalizer): ...
 
+    def built(spec: AttentionSpec) -> list[float]:
+        config = AttentionConfig.parse(spec)
+        assert AttentionConfig.parse(str(config)) == AttentionConfig.parse(config.to_dict()) == config
+        return [config.build(part, None).p for part in (One, Other)]
+
     with temporary():
         register("one", source="", options=(Option("p", float, 2.0, ""),))(One)
         register("other", source="", options=(Option("p", float, 1.5, ""),))(Other)
-        config = AttentionConfig.parse("one+other")
-        assert [config.build(part, None).p for part in (One, Other)] == [2.0, 1.5]
         assert AttentionConfig.parse("one(p=3)").option("p") == 3
-        with pytest.raises(ConfigError, match="option 'p' belongs to 'one' and 'other'"):
-            AttentionConfig.parse("one+other(p=3)")
+        assert built("one+other") == [2.0, 1.5]
+        assert built("one(p=3)+other") == built("one+other(one.p=3)") == [3.0, 1.5]
+        assert built("one+other(p=4)") == built({"name": "one+other", "other.p": 4}) == [2.0, 4.0]
+        assert built("one(p=3)+other(p=4)") == [3.0, 4.0]
+        assert AttentionConfig.parse("one+other(p=1.5)").means("one+other")
+        assert not AttentionConfig.parse("one+other(p=2)").means("one+other")
+        with pytest.raises(ConfigError, match=r"option 'p' belongs to 2 parts; write 'one\.p' or 'other\.p'"):
+            AttentionConfig.parse({"name": "one+other", "p": 3})
+        with pytest.raises(ConfigError, match=r"option 'one\.p' is given twice"):
+            AttentionConfig.parse({"name": "one(p=3)+other", "one.p": 3})
 
 
 def test_semicolons_separate_options_on_command_lines_that_split_at_commas() -> None:

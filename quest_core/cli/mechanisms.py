@@ -41,7 +41,7 @@ def explain(text: str) -> int:
         print(f"  {part.axis:<11} {part.name:<12} {part.formula()}")
         print(f"    {part.source}; from {owner(part)}")
         for option in part.options:
-            value = config.option(option.name)
+            value = config.option(f"{part.name}.{option.name}")
             print(f"    {option.name} = {'null' if value is None else value}: {option.doc}; takes {option.allowed}")
     refused = [f"  refuses {words}: '{part.name}'" for part in config.components for words in refusals(part)]
     print(*(refused or ["  refuses nothing that a host may ask for"]), sep="\n")
