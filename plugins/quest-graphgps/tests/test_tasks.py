@@ -24,6 +24,8 @@ from quest_suites.graphgps.data import (
     cluster_graphs,
     join_positions,
     main,
+    molecule_tasks,
+    molecules,
     pattern_graphs,
     tu_fold,
     tu_tasks,
@@ -369,6 +371,46 @@ def test_a_cell_of_a_tu_dataset(tmp_path, made_up) -> None:
     assert tasks.run_rates(one, lambda *_: None).metrics["best accuracy"] in (0, 50, 100)
     lost = replace(one, options={**options, "lowest": 1e30})
     assert tasks.run_rates(lost, lambda *_: None).metrics["best accuracy"] == pytest.approx(100 / 3)
+
+
+# --- graph/molecules ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alcohols(tmp_path) -> Path:
+    """Methane, and chains of one to nineteen carbons with a hydroxyl; the number of molecule i is i."""
+    path = tmp_path / "esol.csv"
+    path.write_text("smiles,value\n" + "C,0\n" + "".join(f"{'C' * i}O,{i}\n" for i in range(1, 20)))
+    return path
+
+
+def test_molecules_are_split_at_random_and_equal_atoms_have_one_type(alcohols) -> None:
+    parts = molecules(alcohols, 3)
+    assert [len(part) for part in parts] == [16, 2, 2]
+    everything = [graph for part in parts for graph in part]
+    assert sorted(graph.num_nodes for graph in everything) == [1, *range(2, 21)]
+    assert sum(graph.y.item() for graph in parts[0]) == pytest.approx(0, abs=1e-5)
+    sizes = {graph.num_nodes: graph for graph in everything}
+    chain, methane, other = sizes[9].x[:, 0].tolist(), sizes[1].x[:, 0].tolist(), sizes[5].x[:, 0].tolist()
+    assert len({*chain}) == 3
+    assert len({chain[0], *chain[1:-1]}) == 2
+    assert {*chain} == {*other}
+    assert methane[0] not in chain
+    assert (sizes[9].y - sizes[5].y).item() == pytest.approx(4)
+    assert sizes[1].edge_attr.shape == (0,)
+    assert sizes[9].edge_attr.shape == (16,)
+    assert [g.num_nodes for g in molecules(alcohols, 3)[2]] == [g.num_nodes for g in parts[2]]
+    assert [g.num_nodes for g in molecules(alcohols, 4)[2]] != [g.num_nodes for g in parts[2]]
+
+
+def test_a_cell_of_molecules(tmp_path, alcohols) -> None:
+    assert molecule_tasks(tmp_path)["ESOL"]["problem"] is None
+    assert "freesolv.csv not found; fix: git clone" in molecule_tasks(tmp_path)["FreeSolv"]["problem"]
+    options = {option["name"]: option["default"] for option in ALL["graph/molecules"]["options"]} | {"epochs": 2}
+    one = Cell("graph/molecules", "ESOL", "quest", 0, False, tmp_path, options, Path(tempfile.mkdtemp(dir=tmp_path)))
+    result = tasks.run_graph(one, lambda *_: None)
+    assert 0 < result.metrics["rmse"] < 100
+    assert result.details["graphs"] == [16, 2, 2]
 
 
 class TestSuites(HostSuites):

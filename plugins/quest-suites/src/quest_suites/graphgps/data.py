@@ -7,16 +7,19 @@ a set depends only on its seed and sizes; it is not the set of files that the au
 from __future__ import annotations
 
 import argparse
+import csv
 import math
 import sys
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
+from torch_geometric.utils import from_smiles
 
 from quest_core.errors import ConfigError, PluginError
 
@@ -184,6 +187,54 @@ def tu_graphs(path: Path) -> list[Data]:
         for graph in graphs:
             graph[key] = torch.searchsorted(known, graph[key])
     return graphs
+
+
+# --- molecules ------------------------------------------------------------------------------------------------------
+
+MOLECULES = {"ESOL": "esol.csv", "FreeSolv": "freesolv.csv", "Lipophilicity": "lipo.csv"}
+
+
+def molecule_tasks(data: Path) -> dict[str, dict[str, Any]]:
+    """Return the datasets of a folder: name -> its file and, if it is missing, the problem in words."""
+    if find_spec("rdkit") is None:
+        raise PluginError("graph/molecules needs RDKit; fix: pip install 'quest-suites[molecules]'")
+    problem = "{} not found; fix: git clone --depth 1 https://github.com/tencent-ailab/grover, and --data grover/{}"
+    return {
+        task: {
+            "files": [str(data / name)],
+            "problem": None if (data / name).is_file() else problem.format(data / name, "exampledata/finetune"),
+        }
+        for task, name in MOLECULES.items()
+    }
+
+
+def molecules(path: Path, seed: int) -> list[list[Data]]:
+    """Return molecules of training, validation and test: 80, 10 and 10 % at random, as MoleculeNet splits these sets.
+
+    The type of an atom, x [N, 1], numbers the combination of the nine features that PyTorch Geometric reads from
+    SMILES, and that of a bond, edge_attr [E], of its three. From y [1] the mean of the training molecules is taken.
+
+    Args:
+        path: a csv file with a heading, and in each line a SMILES text and a number.
+    """
+    with path.open(newline="") as file:
+        rows = list(csv.reader(file))[1:]
+    graphs, y = [from_smiles(smiles) for smiles, _ in rows], torch.tensor([float(value) for _, value in rows])
+    atoms, bonds = (_kinds([graph[key] for graph in graphs]) for key in ("x", "edge_attr"))
+    order = torch.randperm(len(graphs), generator=torch.Generator().manual_seed(seed)).tolist()
+    tenth = len(graphs) // 10
+    parts = order[2 * tenth :], order[:tenth], order[tenth : 2 * tenth]
+    y -= y[parts[0]].mean()
+
+    def graph(i: int) -> Data:
+        return Data(x=atoms[i][:, None], edge_index=graphs[i].edge_index, edge_attr=bonds[i], y=y[i, None])
+
+    return [[graph(i) for i in part] for part in parts]
+
+
+def _kinds(features: list[Tensor]) -> Sequence[Tensor]:
+    """Number the rows of matrices by their values: equal rows have equal numbers, in all of the matrices."""
+    return torch.cat(features).unique(dim=0, return_inverse=True)[1].split([len(rows) for rows in features])
 
 
 # --- transforms for datasets of PyTorch Geometric -------------------------------------------------------------------

@@ -35,6 +35,7 @@ def _options(
     ]
 
 
+_HEADS = whole("heads", 4, "attention heads; they divide 64")
 _SEED = whole("data_seed", 0, "seed of the generated graphs", 0)
 _SBM = "training graphs; PATTERN has a fifth as many of validation and of test, CLUSTER a tenth"
 _ALL = "training graphs to use, with a tenth as many of validation and of test; 0 for all"
@@ -104,8 +105,19 @@ SUITES: dict[str, dict[str, Any]] = {
         "data_required": True,
         "options": [
             *_options("", 0, 2, 64, 0.001, 20, 0, rates=2, dropout=0.0)[1:],
-            whole("heads", 4, "attention heads; they divide 64"),
+            _HEADS,
         ],
+    },
+    "graph/molecules": {
+        "summary": "solubility, free energy in water and lipophilicity of molecules (MoleculeNet), GPS; random splits",
+        "tasks": ["ESOL", "FreeSolv", "Lipophilicity"],
+        "metric": "rmse",
+        "higher_is_better": False,
+        "selection": "validation",
+        "tasks_from_data": "quest_suites.graphgps.data:molecule_tasks",
+        "data": "exampledata/finetune of: git clone --depth 1 https://github.com/tencent-ailab/grover",
+        "data_required": True,
+        "options": [*_options("", 0, 3, 32, 0.001, 50, 5, dropout=0.0)[1:], _HEADS],
     },
     "stability/graph": _dataset(
         "PATTERN",

@@ -37,6 +37,8 @@ TU = {
     "model.loss_fun": "cross_entropy",
 }
 """What graph/tu changes in ZINC's config: classes, and edges without features."""
+FROM_ZINC = {"graph/tu": TU, "graph/molecules": {"model.loss_fun": "mse"}}
+"""Suites whose config is ZINC's -> what they change."""
 
 
 def run_graph(cell: Cell, progress: Progress, *, watch: int = 0) -> Result:
@@ -65,8 +67,9 @@ def run_graph(cell: Cell, progress: Progress, *, watch: int = 0) -> Result:
 
     options = dict(cell.options)
     set_cfg(cfg)
-    tu = cell.suite == "graph/tu"
-    with as_file(files("quest_graphgps") / "configs" / f"{'zinc' if tu else cell.task.lower()}.yaml") as path:
+    changes = FROM_ZINC.get(cell.suite)
+    name = cell.task.lower() if changes is None else "zinc"
+    with as_file(files("quest_graphgps") / "configs" / f"{name}.yaml") as path:
         cfg.merge_from_file(str(path))
     cfg.accelerator, cfg.num_workers, cfg.seed = "auto", 0, cell.seed
     cfg.gt.attention = cell.attention
@@ -78,16 +81,20 @@ def run_graph(cell: Cell, progress: Progress, *, watch: int = 0) -> Result:
     cfg.accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     cfg.dataset.format, cfg.dataset.name = "memory", cell.task
     gps.MEMORY[cell.task] = splits(cell)
-    if tu:
-        cfg.merge_from_list([word for pair in TU.items() for word in pair])
+    if changes is not None:
+        cfg.merge_from_list([word for pair in changes.items() for word in pair])
         cfg.gt.n_heads = options["heads"]
-        cfg.dataset.node_encoder_num_types = 1 + max(int(g.x.max()) for part in gps.MEMORY[cell.task] for g in part)
+        graphs = [graph for part in gps.MEMORY[cell.task] for graph in part]
+        cfg.dataset.node_encoder_num_types = 1 + max(int(graph.x.max()) for graph in graphs)
+        if graphs[0].edge_attr is not None:
+            edges = torch.cat([graph.edge_attr for graph in graphs])
+            cfg.dataset.edge_encoder_num_types = 1 + int(edges.max())
 
     pl.seed_everything(cell.seed, verbose=False)
     with _quiet():
         module = GraphGymDataModule()
         model = create_model()
-    metric, higher, measure = METRICS.get(cell.task, ("accuracy", True, accuracy))
+    metric, higher, measure = METRICS.get(cell.suite) or METRICS.get(cell.task, ("accuracy", True, accuracy))
     probe = Batch.from_data_list([*module.loaders[1].dataset][:watch]) if watch else None
     losses: list[float] = []
     found: list[float] = []
@@ -249,6 +256,12 @@ def absolute_error(pairs: Pairs) -> float:
     return (pred - true).abs().mean().item()
 
 
+def root_mean_square_error(pairs: Pairs) -> float:
+    """Return the root of the mean squared error over all graphs."""
+    pred, true = (torch.cat([part.flatten() for part in parts]) for parts in zip(*pairs, strict=True))
+    return (pred - true).square().mean().sqrt().item()
+
+
 def accuracy(pairs: Pairs) -> float:
     """Return the share of graphs with the right class, in %."""
     chosen, true = _chosen(pairs)
@@ -266,8 +279,9 @@ METRICS: dict[str, tuple[str, bool, Callable[[Pairs], float]]] = {
     "CLUSTER": ("accuracy", True, class_accuracy),
     "ZINC": ("mae", False, absolute_error),
     "CIFAR10": ("accuracy", True, accuracy),
+    "graph/molecules": ("rmse", False, root_mean_square_error),
 }
-"""Task -> its metric, whether higher is better, and the function that measures it."""
+"""Task, or suite -> its metric, whether higher is better, and the function that measures it."""
 
 # --- data -----------------------------------------------------------------------------------------------------------
 
@@ -276,15 +290,16 @@ def splits(cell: Cell) -> list[list[Any]]:
     """Return the graphs of training, validation and test, as many as the cell's options request."""
     from torch_geometric.datasets import ZINC
 
-    from .data import GENERATORS, PATTERNS, SPLITS, tu_fold
+    from .data import GENERATORS, MOLECULES, PATTERNS, SPLITS, molecules, tu_fold
     from .gps import gnn_benchmark
 
     if cell.data is not None and not cell.data.exists():
         raise ConfigError(f"data is '{cell.data}', which does not exist; give a file or a folder")
-    if cell.suite == "graph/tu":
+    if cell.suite in FROM_ZINC:
         assert cell.data is not None
-        fold = tu_fold(cell.data / cell.task, cell.seed)
-        return [part[:most] for part, most in zip(fold, SMOKE_GRAPHS, strict=True)] if cell.smoke else fold
+        read, name = (tu_fold, cell.task) if cell.suite == "graph/tu" else (molecules, MOLECULES[cell.task])
+        parts = read(cell.data / name, cell.seed)
+        return [part[:most] for part, most in zip(parts, SMOKE_GRAPHS, strict=True)] if cell.smoke else parts
     if cell.task in GENERATORS and cell.data is None:
         share = 5 if cell.task == "PATTERN" else 10
         train = cell.options["graphs"]
