@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+import wave
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,8 @@ from tsai.basics import TSClassification, get_ts_dls
 from devtools.cells import HostSuites, check_resume
 from quest_core.errors import ConfigError, PluginError
 from quest_suites.contract import Cell
-from quest_suites.tsai import forecasting
-from quest_suites.tsai.data import tasks
+from quest_suites.tsai import forecasting, spoken
+from quest_suites.tsai.data import read, tasks
 from quest_suites.tsai.suites import SUITES
 from quest_suites.tsai.tasks import ClassTokenTransformer, evaluation_batch, hold_out, last_best, load, run_uea
 
@@ -148,6 +149,32 @@ def test_the_datasets_of_a_folder_are_listed_and_checked(tmp_path):
     assert "label 'c', which @classLabel does not declare" in found["Undeclared"]["problem"]
     assert "no series after @data" in found["Cut"]["problem"]
     assert "no Half_TRAIN.ts and Half_TEST.ts" in found["Half"]["problem"]
+
+
+def speak(path, hertz, seconds, rate=8000):
+    """Write a tone as a recording of 16 bits."""
+    samples = (np.sin(2 * np.pi * hertz * np.arange(int(seconds * rate)) / rate) * 20000).astype("<i2")
+    with wave.open(str(path), "wb") as file:
+        file.setparams((1, 2, rate, 0, "NONE", ""))
+        file.writeframes(samples.tobytes())
+
+
+def test_spoken_digits_become_series_of_bands(tmp_path, capsys):
+    recordings = tmp_path / "recordings"
+    recordings.mkdir()
+    for index, seconds in ((4, 0.5), (5, 1.5)):
+        speak(recordings / f"7_theo_{index}.wav", 1062.5, seconds)
+    assert spoken.main([str(recordings), str(tmp_path / "made")]) == 0
+    for split, windows in (("TRAIN", 63), ("TEST", 32)):  # the first second, every 16 ms
+        [series], labels = read(tmp_path / "made" / f"SpokenDigits_{split}.parquet")
+        assert (series.shape, labels) == ((32, windows), ["7"])
+        assert (series[:, 2:-2].argmax(0) == 8).all()  # 1000 to 1125 Hz
+    speak(recordings / "7_theo_6.wav", 1000, 0.5, rate=16000)
+    with pytest.raises(ValueError, match="7_theo_6.wav has 16000 Hz.*expected 8000"):
+        spoken.main([str(recordings), str(tmp_path)])
+    with pytest.raises(SystemExit):
+        spoken.main([str(tmp_path / "made"), str(tmp_path)])
+    assert "0 recordings to train and 0 to test; fix: git clone" in " ".join(capsys.readouterr().err.split())
 
 
 def test_parquet(tmp_path):
