@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -251,6 +252,12 @@ for name, spelling in {
     "mask_by_where": lambda m, q, k, v: SOFTMAX(torch.where(PAST, q @ k.mT / D**0.5, torch.finfo(q.dtype).min)) @ v,
 }.items():
     RIGHT[name] = spelling, lambda m, q, k, v: quest(q, k, v, CAUSAL)
+
+
+def joined(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(2)
+
+
 RIGHT |= {
     "relative_positions": (
         lambda m, q, k, v: SOFTMAX((q @ k.mT + q @ positions(m).mT) * D**-0.5) @ v,
@@ -259,6 +266,18 @@ RIGHT |= {
     "learned_queries": (
         lambda m, q, k, v: SOFTMAX(torch.einsum("hid,bhjd->bhij", m.memory, k).mul(D**-0.5)) @ v,
         lambda m, q, k, v: quest(m.memory.expand_as(q), k, v),
+    ),
+    "heads_apart_from_scaled_logits": (
+        lambda m, q, k, v: SOFTMAX((q.flatten(0, 1) @ k.flatten(0, 1).mT).mul(D**-0.5).unflatten(0, (B, H))) @ v,
+        lambda m, q, k, v: quest(q, k, v),
+    ),
+    "heads_apart_from_scaled_queries": (
+        lambda m, q, k, v: SOFTMAX(joined(q).mul(D**-0.5).unflatten(-1, (H, D)).transpose(1, 2) @ k.mT) @ v,
+        lambda m, q, k, v: quest(q, k, v),
+    ),
+    "scale_of_numpy": (
+        lambda m, q, k, v: SOFTMAX(q @ k.mT * np.float32(D**-0.5)) @ v,
+        lambda m, q, k, v: quest(q, k, v),
     ),
     "mixed_after_the_softmax": (
         lambda m, q, k, v: torch.einsum("bhij,hg->bgij", SOFTMAX(q @ k.mT * D**-0.5), m.mix) @ v,
@@ -283,6 +302,12 @@ def two_softmaxes(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def normed(weights: Tensor) -> Tensor:
     return weights / weights.sum(-1, keepdim=True)
+
+
+def scaled_part(q: Tensor, k: Tensor) -> Tensor:
+    both = torch.stack([q, k]).contiguous()
+    both[0] *= D**-0.5
+    return both[0] @ both[1].mT
 
 
 def exponentials(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -316,7 +341,28 @@ def mixed(m: Any, q: Tensor, k: Tensor) -> Tensor:
 
 
 FACTOR = torch.full((D,), D**-0.5)
+
+
+def with_a_feature(q: Tensor, k: Tensor, more: Tensor) -> Tensor:
+    """Logits of scaled queries to which one unscaled feature is appended, and keys with `more` for it."""
+    q, k = (torch.cat([x, y.expand(B, H, N, 1)], -1) for x, y in ((q * D**-0.5, torch.ones(1)), (k, more)))
+    return q @ k.mT
+
+
+PART = "a factor on its queries or keys is followed by more than moves"
 WRONG: dict[str, tuple[str, Spelling]] = {
+    "an unscaled feature": (PART, lambda m, q, k, v: with_a_feature(q, k, m.learned).softmax(-1) @ v),
+    "an unscaled parameter among queries": (
+        PART,
+        lambda m, q, k, v: (
+            (torch.cat([q[:, :, 1:] * D**-0.5, m.memory[:, :1].expand(B, H, 1, D)], 2) @ k.mT).softmax(-1) @ v
+        ),
+    ),
+    "scaled queries and a slice of a parameter": (
+        PART,
+        lambda m, q, k, v: ((q * D**-0.5 + m.memory[:, : q.shape[2]]) @ k.mT).softmax(-1) @ v,
+    ),
+    "scaled in place": (PART, lambda m, q, k, v: (scaled_part(q, k)).softmax(-1) @ v),
     "cosines": ("cosine attention", lambda m, q, k, v: (cosines(q, k) * 10).softmax(-1) @ v),
     "cosines with temperatures": (
         "cosine attention.*a learned temperature",
@@ -422,6 +468,22 @@ def test_right(name: str) -> None:
     for layer in by_hand.layers:
         layer.spelling = formula
     torch.testing.assert_close(model(x).double(), by_hand(x.double()), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_module_without_parameters_gets_its_mechanism_where_the_queries_are(device: str) -> None:
+    class Attend(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return (q @ k.mT * D**-0.5).softmax(-1) @ v
+
+    model = Model(lambda m, q, k, v: m.attend(q, k, v))
+    for layer in model.layers:
+        layer.attend = Attend()
+    model.to(device, torch.bfloat16)
+    x = torch.randn(B, N, H * D, device=device, dtype=torch.bfloat16)
+    quest_core.inject(model, "qknorm", example=x)
+    assert {(p.device.type, p.dtype) for p in model.layers[0].attend.parameters()} == {(device, torch.bfloat16)}
+    assert model(x).shape == x.shape
 
 
 def test_logits_of_an_earlier_module_may_be_added() -> None:

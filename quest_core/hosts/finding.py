@@ -175,6 +175,7 @@ class _Judge:
             cross=tokens != math.prod(k.sizes[s] for s in over),
             layout=_layout(flow) if over == {*product.axes[3]} else None,
             note=norm_note(k.norm),
+            query=q.like,
         )
 
 

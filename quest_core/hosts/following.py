@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -56,6 +57,7 @@ FUNCTIONS: dict[Any, str] = {
     if hasattr(owner, name)
 } | {Tensor.__matmul__: "matmul", torch.linalg.matmul: "matmul", torch.special.softmax: SOFTMAX}
 """Products and softmaxes, by function: the only ones that are read while compiling."""
+JOINS = _words("cat concat concatenate stack")
 OTHER_PRODUCTS = _words("tensordot inner addbmm bilinear multi_dot chain_matmul cdist")
 PROJECTIONS = {"linear": -1, "conv1d": -2, "conv2d": -3, "conv3d": -4}
 """Functions that multiply by weights, with the axis of the features that they return."""
@@ -66,6 +68,7 @@ ALIASES |= {"rsub": "rsub", "rdiv": "rdiv", "rtruediv": "rdiv"}
 _names: dict[Any, str] = {**FUNCTIONS}  # what `name_of` has answered
 SCALES = ("mul", "div")
 LEARNED = "a learned factor"
+PART = "a factor on a part"
 NEUTRAL = 1e3  # bounds beyond it do not change logits
 
 
@@ -229,7 +232,7 @@ class Following(TorchFunctionMode):
         if name == "mul" and self._is_factor(one, other, out):
             one, other = other, one
         flows = self.flows(one)
-        plain = isinstance(other, int | float)
+        plain = isinstance(other, numbers.Real)
         learned = not plain and self.is_parameter(other)
         factor = float(other) if plain else None if self.flows(other) and not learned else number(other)
         changed: list[Flow] = []
@@ -287,6 +290,8 @@ class Following(TorchFunctionMode):
             flows = list(known[0][1]) + [f for f in known[1][1] if f.odd not in ("max", "amax", "logsumexp")]
             sign = -1.0 if name == "sub" else 1.0
             flows[len(known[0][1]) :] = [f._replace(factor=f.factor * sign) for f in flows[len(known[0][1]) :]]
+        if name in JOINS and _mixes_factors(known):
+            flows = [f._replace(odd=f.odd or PART) if f.origin.is_plain else f for f in flows]
         if name in MOVES or name == "setitem":
             moved = [f for f in flows if not self.places or f.entries is not None]
             lost = [f for f in flows if self.places and f.entries is None]
@@ -295,10 +300,8 @@ class Following(TorchFunctionMode):
         if name in ("neg", "rsub"):
             return _joined([_widen(f._replace(factor=-f.factor), out) for f in flows])
         if name in KEEPS:
-            plain = any(f.origin.kind == "plain" and f.factor != 1 for f in flows)
-            if plain and name in ("add", "sub") and (len(known) < 2 or not all(flows for _, flows in known)):
-                why = "a factor on a part of a sum"
-                flows = [f._replace(odd=f.odd or why) if f.origin.is_plain else f for f in flows]
+            if name in ("add", "sub") and _mixes_factors(known):
+                flows = [f._replace(odd=f.odd or PART) if f.origin.is_plain else f for f in flows]
             return _joined([_widen(f, out) for f in flows])
         return _joined([_widen(_odd(f, name), out) for f in flows])
 
@@ -318,7 +321,7 @@ class Following(TorchFunctionMode):
                 return torch.nn.functional.pad(places(args[0]), kwargs.get("pad", args[1] if len(args) > 1 else None))
             if name == "setitem":
                 target = places(args[0])
-                if isinstance(args[2], Tensor):
+                if isinstance(args[2], Tensor) and target is not None:
                     target = target.clone()
                     target[args[1]] = places(args[2])
                 return target  # type: ignore[no-any-return]
@@ -340,7 +343,7 @@ class Following(TorchFunctionMode):
 
 def number(x: Any) -> float | None:
     """Return a number, or the only entry of a tensor, as a float; None for everything else."""
-    if isinstance(x, int | float):
+    if isinstance(x, numbers.Real):
         return float(x)
     if isinstance(x, Tensor) and x.numel() == 1 and may_read(x, waits=True):
         return until_changed(x, "number", lambda: float(x.detach()))
@@ -449,6 +452,19 @@ def _widen(flow: Flow, out: Tensor) -> Flow:
         return flow._replace(entries=None)
 
 
+def _mixes_factors(known: list[tuple[Tensor, Flows]]) -> bool:
+    """Return whether a scaled activation meets a number, or a tensor that is not known to have its factor."""
+    scaled = (f for _, flows in known for f in flows if f.origin.kind == "plain" and f.factor != 1)
+    factor = next((f.factor for f in scaled), None)
+    if factor is None:
+        return False
+    return len(known) < 2 or any(not any(_same(f.factor, factor) for f in flows) for _, flows in known)
+
+
+def _same(one: float, two: float) -> bool:
+    return math.isclose(abs(one), abs(two))
+
+
 def _is_far(args: Any, kwargs: Any) -> bool:
     """Return whether all bounds of clamp, max or maximum are too far to change logits."""
     bounds = [number(x) for x in (*args[1:], *(v for k, v in kwargs.items() if k in ("min", "max", "other")))]
@@ -473,8 +489,8 @@ def _joined(flows: list[Flow]) -> Flows:
         if flow.origin.is_plain:
             if plain is None:
                 plain = flow
-            elif not math.isclose(abs(plain.factor), abs(flow.factor)):
-                plain = plain._replace(odd=plain.odd or "a factor on a part of a sum")
+            elif not _same(plain.factor, flow.factor):
+                plain = plain._replace(odd=plain.odd or PART)
             continue
         other = found.get(flow.origin)
         if other is None:

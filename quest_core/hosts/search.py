@@ -85,10 +85,11 @@ class Operand:
     features: set[str] | None  # the letters along which the features of its projection change; None if not known
     factor: float | None  # of the host; None if it cannot be separated
     norm: float | None  # that all its vectors have
-    seen: tuple[float, float] | None  # sums that other values do not have
+    seen: tuple[float, float] | None = None  # sums that other values do not have
+    like: Tensor | None = None  # without values: has the device and the type
 
 
-UNKNOWN = Operand({}, None, None, None, None)
+UNKNOWN = Operand({}, None, None, None)
 
 
 class Search(Following):
@@ -244,15 +245,15 @@ class Search(Following):
         features = None
         if flow is not None and flow.entries is not None and flow.origin.axis is not None:
             features = {s for i, s in enumerate(own) if flow.origin.axis in varying(flow, i)}
-        sizes = dict(zip(own, x.shape, strict=True))
+        sizes, like = dict(zip(own, x.shape, strict=True)), x.new_empty(0)
         if not may_read(x, waits=True):
-            return Operand(sizes, features, factor_of(self.flows(x)), None, None)
+            return Operand(sizes, features, factor_of(self.flows(x)), None, like=like)
         wide = x.detach().double()
         vectors = wide.movedim(own.index(contracted(letters)[0]), -1)
         norm = common_norm(vectors, 2e-3 if x.dtype == torch.float32 else 1e-2)
         values = wide.flatten()
         seen = (values.sum().item(), (values * torch.linspace(1, 2, len(values)).to(values)).sum().item())
-        return Operand(sizes, features, factor_of(self.flows(x)), norm, seen)
+        return Operand(sizes, features, factor_of(self.flows(x)), norm, seen, like)
 
     def _apply(self, pair: Any, letters: tuple[str, str, str] | None, learned: Sequence[bool]) -> list[Flow]:
         """Return the weights that a product applies to values, and note on them over which axis."""

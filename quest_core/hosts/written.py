@@ -135,6 +135,7 @@ class Written:
     cross: bool = False
     layout: str | None = None
     note: str = field(default="", compare=False)
+    query: Tensor | None = field(default=None, compare=False)  # without values: has the device and the type of queries
 
     does = "writes attention out"
 
@@ -163,9 +164,9 @@ class Written:
 
     def draft(self, module: nn.Module, config: AttentionConfig) -> Any:
         """Return the draft of the module as a site with a mechanism; its parameters are the same objects."""
-        made = site_draft(WrittenOut, module, self)
+        made = site_draft(WrittenOut, module, replace(self, query=None))
         sizes = HeadSizes(self.heads, self.kv_heads, self.head_dim, self.head_dim, self.head_dim)
-        made.mechanism = mechanism_for(module, config, sizes, self.scale)
+        made.mechanism = mechanism_for(module, config, sizes, self.scale, like=self.query)
         score = made.mechanism.score
         ours = [getattr(type(score), name) is getattr(Score, name) for name in ("forward", "query", "key")]
         made.keeps_queries = all(ours[:2])
@@ -218,9 +219,8 @@ class _Preparing(Following):
             if not is_compiling() and in_compiled_graph(self.site):
                 return func(*args, **kwargs)
             return self._weigh(func, args, kwargs) if known == SOFTMAX else self._multiply(known, func, args, kwargs)
-        if func is Tensor.unflatten:  # the one method that Dynamo reads only as a method
-            return args[0].unflatten(*args[1:], **kwargs)
-        out = func(*args, **kwargs)
+        # The one method that Dynamo reads only as a method.
+        out = args[0].unflatten(*args[1:], **kwargs) if func is Tensor.unflatten else func(*args, **kwargs)
         if self.eager and ((name := name_of(func)) in SCALES or self.knows(args) or self.knows(kwargs.values())):
             self.follow(name, func, args, kwargs, out)
         return out
