@@ -395,7 +395,7 @@ class Adapter(ABC):
         if len(found) != 1:
             raise UnsupportedError(
                 f"{type(module).__name__} of the adapter '{self.name}' has {len(found)} parts with `projections`, not "
-                "one; inherit quest_core.projections.Projected, or inject and fine-tune without calibration"
+                "one (quest_core.projections.Projected), so its query projection is not known"
             )
         found[0].projections.scale(found[0], found[0].head_sizes, "q", factor)
 

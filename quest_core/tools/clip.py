@@ -83,14 +83,17 @@ class QKClip:
 
     def _scale(self, path: str, factor: torch.Tensor) -> None:
         module = self.model.get_submodule(path)
-        if isinstance(module, Projected):
-            module.projections.scale(module, module.head_sizes, "q", factor)
-            return
         rows = getattr(self.model, REPORT).replacements if hasattr(self.model, REPORT) else ()
         owners = [row.adapter for row in rows if row.path == path]
-        if not owners or owners[0] in (UNIVERSAL, WRITTEN_OUT):
-            raise UnsupportedError(f"QK-clip does not know which projection makes the queries of '{path}'")
-        adapter(owners[0]).scale_queries(module, factor)
+        try:
+            if owners and owners[0] not in (UNIVERSAL, WRITTEN_OUT):
+                adapter(owners[0]).scale_queries(module, factor)
+            elif isinstance(module, Projected):
+                module.projections.scale(module, module.head_sizes, "q", factor)
+            else:
+                raise UnsupportedError("it is not known which projection makes them")
+        except UnsupportedError as error:
+            raise UnsupportedError(f"QK-clip cannot scale the queries of '{path}': {error}") from error
 
     def close(self) -> None:
         """Stop, and give a model back as it was but for the scaled projections."""

@@ -154,6 +154,23 @@ def test_what_a_mechanism_learns_has_no_weight_decay(attention, layers):
     assert id(model.head.weight) in kept
 
 
+@pytest.mark.skipif(not hasattr(optim, "Muon"), reason="this timm has no Muon")
+def test_muon_leaves_what_a_mechanism_learns_to_its_fallback():
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, attention="qknorm")
+    groups = optim.create_optimizer_v2(model, "muon", lr=0.1).param_groups
+    left = {id(p) for group in groups if group.get("use_fallback") for p in group["params"]}
+    assert {id(p) for name, p in model.named_parameters() if ".mechanism." in name} <= left
+    assert id(model.blocks[0].mlp.fc1.weight) not in left
+
+
+def test_queries_that_timm_normalizes_cannot_be_clipped():
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, qk_norm=True, attention="standard")
+    with pytest.raises(quest_core.UnsupportedError, match=r"QK-clip cannot scale .*'blocks\.0\.attn'.*qk_norm=True"):
+        quest_core.QKClip(model)
+    with pytest.raises(quest_core.UnsupportedError, match=r"QK-clip cannot scale .*its query projection is not known"):
+        quest_core.QKClip(timm.create_model("pvt_v2_b0", attention="quest"))
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 

@@ -110,8 +110,7 @@ class TimmAdapter(Adapter):
 
         if normalizes(module):
             raise UnsupportedError(
-                f"{type(module).__name__} normalizes its queries (qk_norm=True), so a factor on them is lost; "
-                "use attention= without calibration and fine-tune"
+                f"{type(module).__name__} normalizes its queries (qk_norm=True), so a factor on them is lost"
             )
         super().scale_queries(module, factor)
 
@@ -216,10 +215,15 @@ def _images(variant: str, options: Mapping[str, Any]) -> Callable[[nn.Module], N
 
 
 def _decay_no_mechanism(stock: Callable[..., Any], model: nn.Module, *arguments: Any, **options: Any) -> Any:
-    """Run a function that groups parameters; timm decays those with two axes, which scales of mechanisms may have."""
-    given = inspect.signature(stock).bind(model, *arguments, **options)
+    """Run a function that groups parameters.
+
+    Scales of mechanisms may have two axes; timm would let them decay as matrices, and Muon would orthogonalize them.
+    """
+    signature = inspect.signature(stock)
+    given = signature.bind(model, *arguments, **options)
     learned = {name for name, _ in model.named_parameters() if "mechanism" in name.split(".")}
-    given.arguments["no_weight_decay_list"] = learned.union(given.arguments.get("no_weight_decay_list", ()))
+    for name in {"no_weight_decay_list", "fallback_list"} & {*signature.parameters}:  # the latter in newer timm
+        given.arguments[name] = learned.union(given.arguments.get(name, ()))
     return stock(*given.args, **given.kwargs)
 
 
