@@ -16,6 +16,7 @@ from quest_core import AttentionConfig, AttentionMismatchWarning, CheckpointErro
 from quest_core.errors import InjectionError, UnsupportedError
 from quest_transformers import TransformersAdapter
 from quest_transformers.choice import Choice
+from quest_transformers.configs import parts_of
 
 
 def mechanisms(model):
@@ -250,6 +251,50 @@ def test_a_part_of_a_model_at_hand_can_be_replaced_apart():
         model.set_attn_implementation({"text_config": "sdpa"})
     with pytest.raises(InjectionError, match="no module of this part of CLIPModel"):
         other.set_attn_implementation({"": "quest"})
+
+
+SEQUENCES = [
+    ("quest", "standard", "sdpa", "eager"),
+    ("quest", "quest(scale=2)", "eager", "standard"),
+    ("sigmoid", "quest", "quest+sigmoid", "standard", "eager"),
+    ("quest", "sdpa", "quest(scale=2)", "standard", "sdpa"),
+]
+
+
+@pytest.mark.parametrize("sequence", SEQUENCES, ids="-".join)
+@pytest.mark.parametrize("name", ["llama", "clip"])
+def test_every_module_has_the_config_of_its_model_after_any_changes(name, sequence):
+    config = CONFIGS["llama"]() if name == "llama" else clip()
+    kind = hf.LlamaForCausalLM if name == "llama" else hf.CLIPModel
+    model, other = kind(config).eval(), kind(config).eval()
+    arguments = {"input_ids": torch.randint(3, 50, (2, 7)), "pixel_values": torch.randn(2, 3, 8, 8)}
+    arguments = arguments if name == "clip" else inputs("llama")
+    before = {path: vars(module).get("config") for path, module in model.named_modules()}
+    wanted, function = model(**arguments)[0], config._attn_implementation
+
+    def check_configs(owner):
+        parts = {id(part) for part in parts_of(owner.config)}
+        modules = [module for module in owner.modules() if isinstance(vars(module).get("config"), hf.PretrainedConfig)]
+        assert {id(module.config) for module in modules} == parts
+        assert {module.config._attn_implementation for module in modules} == {owner.config._attn_implementation}
+
+    for attention in sequence:
+        model.set_attn_implementation(attention)
+        check_configs(model)
+    torch.testing.assert_close(model(**arguments)[0], wanted)
+    model.set_attn_implementation("quest")
+    now, said = model(**arguments)[0], model.config._attn_implementation
+    other.set_attn_implementation("quest")
+    other.set_attn_implementation("sigmoid")
+    other.set_attn_implementation("standard")
+    other.set_attn_implementation("eager" if said == "sdpa" else "sdpa")
+    check_configs(other)
+    assert (model.config.attention, model.config._attn_implementation) == ("quest", said)
+    assert torch.equal(model(**arguments)[0], now)
+    quest_core.uninject(model)
+    assert all(vars(module).get("config") is before[path] for path, module in model.named_modules())
+    assert config._attn_implementation == function
+    torch.testing.assert_close(model(**arguments)[0], wanted)
 
 
 @pytest.mark.parametrize(

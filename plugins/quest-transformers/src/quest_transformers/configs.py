@@ -146,10 +146,8 @@ def write_configs(model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
                 text = _summary(found)
                 name = interface_of(module, Choice.parse(text)) if text else INTERFACE
                 wanted[id(module.config)] = (module.config, text, name)
-    if not wanted:
-        return
     memo: dict[int, Any] = {}
-    held = [value for module in model.modules() for value in vars(drafts.get(module, module)).values()]
+    held = [value for module in model.modules() for value in vars(module).values()]
     for config in held:
         if isinstance(config, PreTrainedConfig) and any(id(part) in wanted for part in parts_of(config)):
             copy.deepcopy(config, memo)
@@ -159,10 +157,9 @@ def write_configs(model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
         if text is not None:
             new.__dict__[KEY], new._attn_implementation_internal = text, interface
     for module in model.modules():
-        values = vars(drafts.get(module, module)).items()
-        configs = {name: value for name, value in values if isinstance(value, PreTrainedConfig)}
-        if not memo.keys().isdisjoint(map(id, configs.values())):
-            made = drafts.setdefault(module, draft(module))
+        configs = {name: value for name, value in vars(module).items() if isinstance(value, PreTrainedConfig)}
+        if module in drafts or not memo.keys().isdisjoint(map(id, configs.values())):
+            made = drafts.setdefault(module, draft(module))  # has the config from before the first injection
             for name, value in configs.items():
                 setattr(made, name, memo.get(id(value), value))
 
