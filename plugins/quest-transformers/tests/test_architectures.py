@@ -412,3 +412,28 @@ def test_a_function_that_the_interface_does_not_return_is_refused():
     torch.testing.assert_close(
         model(x), model.attention.o_proj((q @ k.mT * 8**-0.5).softmax(-1).matmul(v).transpose(1, 2).flatten(2))
     )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [hf.GPT2Model, hf.DecisionTransformerGPT2Model])
+def test_eager_attention_that_gpt2_writes_out_is_refused(kind):
+    sizes = {"n_embd": 32, "hidden_size": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    models = []
+    for reorders in (False, True):
+        torch.manual_seed(0)
+        config = kind.config_class(**sizes, reorder_and_upcast_attn=reorders)
+        models.append(kind._from_config(config, attn_implementation="quest").eval())
+    plain, model = models
+    x = torch.randn(2, 5, 32)
+    for function in ("eager", "sdpa"):
+        plain.set_attn_implementation(function)
+        model.set_attn_implementation(function)
+        if function == "eager":
+            with pytest.raises(UnsupportedError, match="'quest' therefore cannot reach.*reorder_and_upcast_attn=False"):
+                model(inputs_embeds=x)
+        else:
+            torch.testing.assert_close(model(inputs_embeds=x)[0], plain(inputs_embeds=x)[0])
+    quest_core.uninject(model)
+    model.set_attn_implementation("eager")
+    host = model(inputs_embeds=x)[0]
+    torch.testing.assert_close(quest_core.inject(model, "standard")[0](inputs_embeds=x)[0], host)

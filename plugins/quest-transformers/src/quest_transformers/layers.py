@@ -222,7 +222,7 @@ def replace(host: Any, config: AttentionConfig, *, fresh: bool) -> nn.Module:
     if anatomy.projections is not None:
         anatomy.projections.shrink(made, made.head_sizes, fresh=fresh)
     made.register_load_state_dict_pre_hook(before_load)
-    if "get_interface" not in _named(made):
+    if _mend(made) is not None:
         made.register_forward_pre_hook(refuse_eager)
     if _takes_cache(made):
         made.register_forward_pre_hook(announce, with_kwargs=True)
@@ -381,13 +381,21 @@ def refuse(module: Any, *arguments: Any, **options: Any) -> Any:
     )
 
 
+def _mend(module: Any) -> str | None:
+    """Return what to change in a module that computes eager attention without AttentionInterface; None for others."""
+    if "get_interface" not in _named(module):  # code for transformers 4, which calls it by a name of its own
+        return "let its forward call ALL_ATTENTION_FUNCTIONS.get_interface"
+    written_out = getattr(module, "reorder_and_upcast_attn", False)  # GPT-2
+    return "build the model with reorder_and_upcast_attn=False" if written_out else None
+
+
 def refuse_eager(module: Any, arguments: Any) -> None:
-    """Raise UnsupportedError if a module calls eager attention by a name of its own, as those for transformers 4 do."""
+    """Raise UnsupportedError if a module computes eager attention that does not reach `attend`."""
     if module.config._attn_implementation == "eager" and not module.rules.untouched:
         raise UnsupportedError(
             f"{type(module).__name__} asks AttentionInterface for every function but eager attention, which "
-            f"'{module.mechanism.config}' therefore cannot reach; use set_attn_implementation('sdpa'), or let its "
-            "forward call ALL_ATTENTION_FUNCTIONS.get_interface"
+            f"'{module.mechanism.config}' therefore cannot reach; use set_attn_implementation('sdpa'), or "
+            f"{_mend(module)}"
         )
 
 
