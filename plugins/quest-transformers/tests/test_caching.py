@@ -14,6 +14,7 @@ import quest_core
 from quest_core.errors import UnsupportedError
 from quest_core.mechanisms import scores
 from quest_transformers import caching
+from quest_transformers.layers import attend
 
 IDS = torch.randint(3, 50, (2, 12), generator=torch.Generator().manual_seed(0))
 LENGTH = IDS.shape[1]
@@ -302,3 +303,30 @@ def test_a_cache_that_was_reset_serves_a_stock_model(kind):
             pytest.skip(f"transformers {hf.__version__} resets this cache to as many tokens of zeros")
         found, want = (stock(ids, past_key_values=cache).logits for cache in caches)
     torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("function", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["standard", "quest", "quest(scale=2)", "qknorm-hs"])
+def test_continuous_batching_equals_generation(attention, function):
+    model = build("llama", attention=attention).eval()
+    model.set_attn_implementation(function)
+    with torch.no_grad():  # logits far apart, so that rounding decides nothing
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    common = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    prompts = [[5, 6, 7, 8], [9, 10]]
+    made = model.generate_batch(inputs=prompts, generation_config=hf.GenerationConfig(**common), progress_bar=False)
+    for prompt, one in zip(prompts, made.values(), strict=True):
+        assert not one.error
+        assert prompt + one.generated_tokens == model.generate(torch.tensor([prompt]), **common)[0].tolist()
+
+
+def test_what_continuous_batching_cannot_do_is_refused_by_name():
+    options = hf.GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    with pytest.raises(UnsupportedError, match=r"'quest\+sigmoid' takes the place"):
+        build("llama", attention="quest+sigmoid").generate_batch(inputs=[[5, 6]], generation_config=options)
+    module = build("llama", attention="quest").eval().model.layers[0].self_attn
+    pages = {"scaling": module.scaling, "block_table": torch.zeros(1, 1)}
+    x = torch.randn(1, 4, 1, 8)
+    with pytest.raises(UnsupportedError, match="max_blocks_per_request=0"):  # pages hold keys of a prompt as they were
+        attend("flash_attention_2", None, module, x, x[:, :2], x[:, :2], None, **pages)

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import (
+    Cache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     EncoderDecoderCache,
@@ -58,7 +59,7 @@ def announce(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -
     """Tell the layer of the cache that its next keys come from `module`; a forward pre-hook of every replacement."""
     cache = next((options[name] for name in CACHES if name in options), None)
     rules = module.rules
-    if cache is None or not rules.unit_keys:
+    if not isinstance(cache, Cache) or not rules.unit_keys:  # continuous batching has one of its own
         return None
     index, updated = module.layer_idx, False
     if isinstance(cache, EncoderDecoderCache):

@@ -366,9 +366,15 @@ def attend(
         scaling = options.get("scaling")
         if scaling is not None and scaling != rules.scaling:  # the host has scaled its queries itself (OPT, Whisper)
             query = query * (scaling / rules.scaling)
+        given = key
         query, key, options["scaling"] = mechanism.score(
             query, key, value, mask=None, is_causal=False, unit_keys=unit_keys
         )
+        if options.get("block_table") is not None and key is not given:
+            raise UnsupportedError(
+                f"continuous batching has {name} read keys from the cache's pages, where those that "
+                f"'{mechanism.config}' has not prepared are; use ContinuousBatchingConfig(max_blocks_per_request=0)"
+            )
     return function(module, query, key, value, attention_mask, *arguments, **options)  # type: ignore[no-any-return]
 
 

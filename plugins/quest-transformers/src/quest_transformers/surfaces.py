@@ -88,6 +88,8 @@ def install(adapter: Adapter, patches: Patches) -> None:
     patches.wrap(PreTrainedModel, "from_pretrained", _remember_loading)
     patches.wrap(PreTrainedModel, "_load_pretrained_model", functools.partial(_compare, adapter))
     patches.wrap(PreTrainedModel, "_finalize_model_loading", functools.partial(_inject_loaded, adapter))
+    batching = "transformers.generation.continuous_batching.continuous_api:ContinuousMixin"
+    patches.around(batching, "init_continuous_batching", _refuse_pages)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -260,6 +262,17 @@ def _kept(config: Any, value: Any) -> UnsupportedError:
         f"set_attn_implementation({value!r}): attention '{attention_of(config)}' takes the place of the host's "
         "function; set_attn_implementation('standard') gives this model standard attention"
     )
+
+
+def _refuse_pages(stock: Any, model: Any, *arguments: Any, **options: Any) -> Any:
+    """Raise UnsupportedError for continuous batching with an attention that calls no function of the host."""
+    for module in model.modules():
+        if "rules" in vars(module) and not module.rules.prepares:
+            raise UnsupportedError(
+                f"continuous batching pages the cache for the host's functions, and attention "
+                f"'{module.mechanism.config}' takes the place of any; use model.generate"
+            )
+    return stock(model, *arguments, **options)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
