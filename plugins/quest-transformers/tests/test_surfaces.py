@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import warnings
 
@@ -399,6 +400,22 @@ def test_a_wrong_option_is_one_error(options, said, tmp_path):
     if "attention_from" not in given:  # an option of from_pretrained
         with pytest.raises(ConfigError, match=said):
             hf.AutoModelForCausalLM.from_config(CONFIGS["llama"](), **given)
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention", "paged|flash_attention_2", "sdpa"])
+@pytest.mark.parametrize("attention", ["stock", "late", "quest"])
+def test_a_function_that_a_model_does_not_support_is_the_hosts_own_error(name, attention, monkeypatch):
+    for can in ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn"):
+        monkeypatch.setattr(hf.LlamaForCausalLM, can, False)
+    if attention == "stock":
+        ask = functools.partial(hf.LlamaForCausalLM._from_config, CONFIGS["llama"](), attn_implementation=name)
+    else:
+        model = build("llama", attention="quest" if attention == "quest" else None)
+        ask = functools.partial(model.set_attn_implementation, name)
+    with pytest.raises((ValueError, ImportError)) as caught:
+        ask()
+    assert not isinstance(caught.value, quest_core.QuestError)
+    assert "mechanism" not in str(caught.value)
 
 
 @pytest.mark.parametrize("given", [{"name": "quest+gqa", "kv_heads": 1}, {"": "quest"}, "quest+softmax"])

@@ -97,6 +97,7 @@ def install(adapter: Adapter, patches: Patches) -> None:
 
 def _accept_names(stock: Any) -> Any:
     """Wrap the check of a name, which runs before a model's modules are built."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     @functools.wraps(stock)
     def get_correct_attn_implementation(
@@ -114,6 +115,9 @@ def _accept_names(stock: Any) -> Any:
         try:
             return stock(self, requested_attention, *arguments, **options)  # type: ignore[no-any-return]
         except ValueError as error:
+            own = requested_attention in ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys())
+            if own or str(requested_attention).startswith(("flash_attention_", "paged|")):
+                raise  # a function of transformers, which this model does not support
             try:
                 Choice.parse(requested_attention or STANDARD)
             except ConfigError as ours:
