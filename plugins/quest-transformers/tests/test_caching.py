@@ -12,7 +12,8 @@ from models import CONFIGS, SEQ2SEQ_MODELS, build, inputs
 
 import quest_core
 from quest_core.errors import UnsupportedError
-from quest_core.mechanisms import scores
+from quest_core.mechanisms import Output, scores
+from quest_core.registry import register, temporary
 from quest_transformers import caching
 from quest_transformers.layers import attend
 
@@ -330,3 +331,23 @@ def test_what_continuous_batching_cannot_do_is_refused_by_name():
     x = torch.randn(1, 4, 1, 8)
     with pytest.raises(UnsupportedError, match="max_blocks_per_request=0"):  # pages hold keys of a prompt as they were
         attend("flash_attention_2", None, module, x, x[:, :2], x[:, :2], None, **pages)
+
+
+@torch.no_grad()
+def test_an_output_that_reads_its_own_values_takes_no_static_cache():
+    class Own(Output):
+        causal = cached = True
+        reads = ("unseen",)
+
+        def change(self, out, v, x):
+            return out - v[:, :, v.shape[2] - out.shape[2] :].repeat_interleave(out.shape[1] // v.shape[1], 1)
+
+    with temporary():
+        register("own", source="")(Own)
+        model = build("llama", attention="own").eval()
+        want = model(IDS, use_cache=False).logits
+        cache = hf.DynamicCache(config=model.config)
+        got = torch.cat([model(part, past_key_values=cache).logits for part in IDS.split([9, 1, 2], 1)], 1)
+        torch.testing.assert_close(got, want)
+        with pytest.raises(UnsupportedError, match="'own' reads the values .* use a dynamic cache"):
+            model(IDS, past_key_values=hf.StaticCache(config=model.config, max_cache_len=24))

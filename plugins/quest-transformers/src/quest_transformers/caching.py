@@ -59,9 +59,17 @@ def announce(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -
     """Tell the layer of the cache that its next keys come from `module`; a forward pre-hook of every replacement."""
     cache = next((options[name] for name in CACHES if name in options), None)
     rules = module.rules
-    if not isinstance(cache, Cache) or not rules.unit_keys:  # continuous batching has one of its own
+    if not isinstance(cache, Cache):  # continuous batching has one of its own
         return None
     index, updated = module.layer_idx, False
+    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    if rules.last_values and isinstance(_layer(own, index), StaticLayer):
+        raise UnsupportedError(
+            f"attention '{module.mechanism.config}' reads the values of the queries' own tokens from the end of the "
+            "cache, where a static cache has room for tokens to come; use a dynamic cache"
+        )
+    if not rules.unit_keys:
+        return None
     if isinstance(cache, EncoderDecoderCache):
         updated = rules.cross and cache.is_updated.get(index, False)
         # A module of another attention that reads keys of a cross-attention cache has been refused in the decoder.

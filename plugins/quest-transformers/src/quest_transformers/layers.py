@@ -275,6 +275,7 @@ class Rules:
         counts_queries: padding must not take part as a query either.
         unit_keys: a cache may hold its keys after their normalization; see quest_transformers.caching.
         cross: the keys are those of another sequence.
+        last_values: the last values must be those of the queries.
     """
 
     scaling: float
@@ -284,6 +285,7 @@ class Rules:
     counts_queries: bool
     unit_keys: bool
     cross: bool
+    last_values: bool
 
     @classmethod
     def of(cls, mechanism: Mechanism, anatomy: Anatomy) -> Rules:
@@ -297,6 +299,7 @@ class Rules:
             "queries" in mechanism.reads,
             mechanism.takes_unit_keys,
             anatomy.role == "cross",
+            any(part.axis == "output" and "unseen" in part.reads for part in mechanism.config.components),
         )
 
 
