@@ -36,7 +36,7 @@ def read(path: Path) -> Tensor:
     """Return the samples of a file, between −1 and 1.
 
     Raises:
-        ValueError: it is no recording of one channel with 16 bits at 8 kHz.
+        ValueError: the file has not one channel with 16 bits at 8 kHz.
     """
     with wave.open(str(path)) as file:
         found = file.getframerate(), file.getsampwidth(), file.getnchannels()
