@@ -369,6 +369,10 @@ class Adapter(ABC):
             drafts: module of `model` -> its draft. Add the drafts of other modules that must change.
         """
 
+    def disconnect(self, model: nn.Module) -> None:  # noqa: B027
+        """Take out of a model what else says that it has an attention of quest_core, after `uninject` has restored its
+        modules; by default nothing."""
+
     def projected(self, module: nn.Module) -> list[Projected]:
         """Return the parts of a replacement that describe their projections.
 

@@ -330,6 +330,8 @@ def uninject(model: nn.Module) -> nn.Module:
     methods = _kept_methods(model, {module: former.kind for module, former in changed.items()})
     for module in changed:
         restore(module)
+    for owner in running_adapters():
+        owner.disconnect(model)
     for module, name, method in methods:
         vars(module)[name] = method
     hook = vars(model).pop(HOOK, None)

@@ -298,6 +298,32 @@ def test_every_module_has_the_config_of_its_model_after_any_changes(name, sequen
     torch.testing.assert_close(model(**arguments)[0], wanted)
 
 
+@pytest.mark.parametrize("attention", ["quest", "sigmoid", {"vision_config": "quest"}])
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_model_that_was_built_with_an_attention_is_stock_after_uninject(attention, loads, tmp_path):
+    config = clip()
+    config._attn_implementation = attention
+    twin = hf.CLIPModel(config).eval()
+    twin.save_pretrained(tmp_path)
+    model = (hf.CLIPModel.from_pretrained(tmp_path) if loads else hf.CLIPModel(config)).eval()
+    stock = hf.CLIPModel(clip()).eval()
+    arguments = {"input_ids": torch.randint(3, 50, (2, 7)), "pixel_values": torch.randn(2, 3, 8, 8)}
+    said, before = [part.attention for part in parts_of(config)], twin(**arguments)[0]
+    quest_core.uninject(model)
+    stock.load_state_dict(model.state_dict())
+    model.save_pretrained(tmp_path / "stock")
+    for each in (model, hf.CLIPModel.from_pretrained(tmp_path / "stock")):
+        assert not any(mechanisms(each))
+        torch.testing.assert_close(each(**arguments)[0], stock(**arguments)[0])
+        parts = {id(part) for part in parts_of(each.config)}
+        assert all(id(module.config) in parts for module in each.modules() if hasattr(module, "config"))
+        for part in parts_of(each.config):
+            assert (part.attention, part._attn_implementation) == (None, stock.config._attn_implementation)
+    assert "attn_implementation" not in (tmp_path / "stock" / "config.json").read_text()
+    assert [part.attention for part in parts_of(config)] == said  # other models may be built from it
+    assert torch.equal(twin(**arguments)[0], before)
+
+
 @pytest.mark.parametrize(
     ("chosen", "found"), [("quest", "quest"), ({"vision_config": "quest"}, "quest"), ({"text_config": "quest"}, None)]
 )

@@ -107,6 +107,10 @@ class TransformersAdapter(Adapter):
         """Write the attention into the model's configs, in copies of those that have to change."""
         configs.write_configs(model, drafts)
 
+    def disconnect(self, model: nn.Module) -> None:
+        """Take the attention out of configs that a model was built from, in copies of them."""
+        configs.forget(model)
+
     def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
         """Multiply each head's query projection, bias included, in place.
 

@@ -164,6 +164,29 @@ def write_configs(model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
                 setattr(made, name, memo.get(id(value), value))
 
 
+def forget(model: nn.Module) -> None:
+    """Make every config of a model that has the host's own attention again say so, in copies of those that do not."""
+    from transformers.configuration_utils import PreTrainedConfig
+    from transformers.modeling_utils import PreTrainedModel
+
+    memo: dict[int, Any] = {}
+    modules = [*model.modules()]
+    for module in modules:
+        for config in vars(module).values():
+            if isinstance(config, PreTrainedConfig) and any(map(attention_of, parts_of(config))):
+                copy.deepcopy(config, memo)
+    for module in reversed(modules):  # the innermost model of a config says which functions it has
+        new = memo.get(id(module.config)) if isinstance(module, PreTrainedModel) else None
+        for part in () if new is None else parts_of(new):
+            part.__dict__.pop(KEY, None)
+            if part._attn_implementation_internal in NAMES:
+                part._attn_implementation_internal = interface_of(module, Choice.parse(STANDARD))
+    for module in modules:
+        for name, value in vars(module).items():
+            if isinstance(value, PreTrainedConfig):
+                vars(module)[name] = memo.get(id(value), value)
+
+
 def parts_of(config: Any) -> Iterator[Any]:
     """A config and those that it holds."""
     yield config
