@@ -71,7 +71,12 @@ class QKClip:
 
         Returns:
             {path: [the factor of each head]} of the layers that were clipped.
+
+        Raises:
+            UnsupportedError: the logits of a layer could not be observed.
         """
+        for path, why in self._monitor.unseen().items():
+            raise UnsupportedError(f"QK-clip does not know the logits of '{path}': {why}")
         clipped = {}
         for path, seen in self._monitor.collect().items():
             factor = (self.threshold / torch.tensor(seen["max_logit"], dtype=torch.float64)).clamp(max=1)

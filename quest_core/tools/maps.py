@@ -40,7 +40,8 @@ def attention_maps(model: nn.Module, example: Any, *, queries: Queries = None) -
     Raises:
         InjectionError: no attention was found, or none of it ran.
         InputError: an attention has no query at one of these positions.
-        UnsupportedError: an attention that forms no weights (linear, cosine, the AFTs).
+        UnsupportedError: an attention that forms no weights (linear, cosine, the AFTs), or whose logits only a kernel
+            of the host knows.
     """
     give_back = borrow(model, example)
     try:
@@ -95,6 +96,9 @@ class _Map(Layer):
     def saw_pairs(self, *_: Any) -> None:
         raise UnsupportedError("attention over the edges of a graph has a weight per edge, and no map")
 
+    def missed(self, why: str) -> None:
+        raise UnsupportedError(f"no map of attention '{self.mechanism.config}': {why}")
+
     def _see(self, call: Call) -> None:
         """Keep the weights of a call."""
         if not call.known:
@@ -110,7 +114,8 @@ class _Map(Layer):
             raise InputError(f"queries holds {outside[0]}, and an attention '{self.mechanism.config}' has {n} queries")
         wanted = [query % n for query in given]
         kept = call.q.new_zeros(batch, heads, len(wanted), m)
-        for some, rows, z, formed in blocks(self.mechanism, call.form, call.shape, call.mask, call.is_causal, wanted):
+        logits = (call.form, call.shape, call.mask, call.is_causal)
+        for some, rows, z, formed in blocks(self.mechanism, *logits, wanted, call.weigh):
             here = [(i, query - rows.start) for i, query in enumerate(wanted) if rows.start <= query < rows.stop]
             to, of = map(list, zip(*here, strict=True))
             weights = z[:, :, of].softmax(-1).nan_to_num(0) if formed is None else formed[:, :, of]

@@ -141,13 +141,18 @@ class Monitor:
             for head, value in enumerate(values)
         }
 
+    def unseen(self) -> dict[str, str]:
+        """Return {path: why} of layers whose attention ran and could not be observed."""
+        return {path: layer.unseen for path, layer in self._layers.items() if layer.unseen is not None}
+
     def remarks(self) -> list[str]:
         """Return what the latest `collect` found, in words; how fast logits grow is relative to the `collect` before.
 
         A line for the layer with the largest logit, and for each other layer whose logits are above 100 or NaN, or
-        whose softmax is saturated; if there is such a layer, a link to what people do about it.
+        whose softmax is saturated; if there is such a layer, a link to what people do about it. Another one names the
+        layers that could not be observed.
         """
-        return remarks(*self._collected)
+        return remarks(*self._collected) + not_measured(self.unseen())
 
     def remove(self) -> None:
         """Stop observing. What has been seen can still be collected; calling it twice does no harm."""
@@ -159,6 +164,11 @@ class Monitor:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+def not_measured(unseen: dict[str, str]) -> list[str]:
+    """Return a line of what `Monitor.unseen` returned, or none."""
+    return [f"not measured: {', '.join(unseen)}: {next(iter(unseen.values()))}"] if unseen else []
 
 
 def remarks(now: dict[str, Any], before: dict[str, Any], steps: int = 0) -> list[str]:
@@ -266,6 +276,7 @@ class Call(NamedTuple):
         form: returns logits of some samples and some queries before any mask; None for a family.
         bounded: q as the normalizer gets it, and the factor on q kᵀ.
         known: whether the axes of the logits are those of `shape`.
+        weigh: returns the weights of masked logits; None if they are softmax(logits) or as `mechanism` says.
     """
 
     q: Tensor
@@ -276,6 +287,7 @@ class Call(NamedTuple):
     form: Form | None = None
     bounded: tuple[Tensor, float] | None = None
     known: bool = True
+    weigh: Callable[[Tensor], Tensor] | None = None
 
 
 class _Hook:
@@ -299,6 +311,7 @@ class Layer:
         self.every, self.logits, self.calls, self.in_evaluation = every, logits, 0, True
         self.mechanism = mechanism
         self.seen: _Seen = {}
+        self.unseen: str | None = None  # why a call could not be observed
         self._lock = threading.Lock()  # threads may share a mechanism
         self._raw = threading.local()  # q and k before any normalization, in the call that this thread is in
         if mechanism.family is not None:
@@ -371,6 +384,34 @@ class Layer:
         raw_q, raw_k, _ = self._taken_raw()
         self._count(Call(raw_q, raw_k, mask, False, (*q.shape[:3], k.shape[2]), form))
 
+    def saw_operands(
+        self,
+        q: Tensor,
+        k: Tensor,
+        scale: float,
+        mask: Tensor | None,
+        change: Callable[[Tensor], Tensor] | None = None,
+        weigh: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """Count a call of a function that attends with the operands of a score, which this layer has seen.
+
+        Args:
+            q: [B, H, N, D] and k: [B, G, M, D], as the score prepared them.
+            scale: the factor on q kᵀ.
+            mask: as in `Call`.
+            change: returns logits as they become before the mask, for example capped.
+            weigh: as in `Call`.
+        """
+        raw_q, raw_k, is_causal = self._taken_raw()
+        form = self._formed(q, k, scale)
+        changed = form if change is None else lambda samples, rows: change(form(samples, rows))
+        shape = (*q.shape[:3], k.shape[2])
+        self._count(Call(raw_q, raw_k, mask, is_causal, shape, changed, (q, scale), weigh=weigh))
+
+    def missed(self, why: str) -> None:
+        """Say that a call could not be observed."""
+        self.unseen = why
+
     @torch.no_grad()
     def saw_pairs(self, q: Tensor, k: Tensor, logits: Tensor, index: Tensor, count: int) -> None:
         """Count a call in which a query sees the keys of a list, as on the edges of a graph.
@@ -408,14 +449,10 @@ class Layer:
         self._raw.q, self._raw.k, self._raw.is_causal = args[0], args[1], kwargs["is_causal"]
 
     def _saw_normalizer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raw_q, raw_k, is_causal = self._taken_raw()
         masks = [mask for mask in (kwargs.get("residual"), kwargs["mask"]) if mask is not None]
         mask = functools.reduce(merge_masks, masks) if masks else None
-        q, k, scale = *args[:2], self.mechanism.score.scale(args[0].shape[-1])
-        shape = (*q.shape[:3], k.shape[2])
-        form, change = self._formed(q, k, scale), kwargs.get("change")
-        changed = form if change is None else lambda samples, rows: change(form(samples, rows))
-        self._count(Call(raw_q, raw_k, mask, is_causal, shape, changed, (q, scale)))
+        q, k = args[0], args[1]
+        self.saw_operands(q, k, self.mechanism.score.scale(q.shape[-1]), mask, kwargs.get("change"))
 
     def _taken_raw(self) -> tuple[Tensor, Tensor, bool]:
         """Return q, k and is_causal as the score got them, and forget them."""
@@ -452,7 +489,7 @@ class Layer:
 
     def _see(self, call: Call) -> None:
         """Sum up a call, whose mask has four axes."""
-        q, k, mask, is_causal, shape, form, bounded, known = call
+        q, k, mask, is_causal, shape, form, bounded, known, _ = call  # weights count divided by their sum
         queries, keys = _visible(mask, is_causal, q.shape[2], shape[3], q.device)
         self._add_norms("query_norm", q, queries)
         self._add_norms("key_norm", k, keys[..., -k.shape[2] :])
@@ -507,7 +544,13 @@ def _visible(mask: Tensor | None, is_causal: bool, n: int, m: int, device: torch
 
 
 def blocks(
-    mechanism: Mechanism, form: Form, shape: tuple[int, ...], mask: Tensor | None, is_causal: bool, queries: Any = None
+    mechanism: Mechanism,
+    form: Form,
+    shape: tuple[int, ...],
+    mask: Tensor | None,
+    is_causal: bool,
+    queries: Any = None,
+    weigh: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
     """Yield blocks of samples b and queries n: their logits, and their weights unless those are softmax(logits).
 
@@ -534,7 +577,11 @@ def blocks(
                 later = torch.ones(z.shape[-2:], dtype=torch.bool, device=z.device).triu(start + m - n + 1)
                 z.masked_fill_(later, -math.inf)
             # Weights in float64, where those of logits down to −700 are not 0 yet.
-            weights = None if mechanism.fused else mechanism.normalizer.weights(z.double(), z > -math.inf)
+            weights = None
+            if weigh is not None:
+                weights = weigh(z.double())
+            elif not mechanism.fused:
+                weights = mechanism.normalizer.weights(z.double(), z > -math.inf)
             yield some, chosen, z, weights
 
 

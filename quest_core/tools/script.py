@@ -131,7 +131,7 @@ class Script:
         self._steps.remove()
         if self.watch is not None:
             self.watch.close()
-            if is_first() and not self.watch.history:
+            if is_first() and not self.watch.history and not self.watch.remarks():
                 say("nothing was measured; the attention of the model was never called in training mode")
             elif is_first():
                 self._say()

@@ -10,8 +10,9 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigError
+from ..notices import say
 from .clip import QKClip
-from .monitor import Monitor, TrainingMonitor, borrow, remarks
+from .monitor import Monitor, TrainingMonitor, borrow, not_measured, remarks
 
 TOTALS: dict[str, Callable[[list[float]], float]] = {"max_logit": max, "entropy": statistics.fmean}
 
@@ -52,6 +53,7 @@ class Watch:
         self.model, self.every, self.steps = model, every, 0
         self.history: list[tuple[int, dict[str, Any]]] = []
         self.latest: dict[str, float] = {}
+        self._unseen: dict[str, str] = {}
         self._give_back = borrow(model, example)
         try:
             self._clip = None if clip is None else QKClip(model, clip)
@@ -70,8 +72,11 @@ class Watch:
         self.steps += 1
         values = {}
         if self._monitor is not None:
-            seen = self._monitor.collect()
+            seen, before, self._unseen = self._monitor.collect(), self._unseen, self._monitor.unseen()
             self._stop()
+            if self._unseen != before:
+                for line in not_measured(self._unseen):
+                    say(line)
             if seen:
                 self.history.append((self.steps, seen))
                 self.latest = values = summary(seen)
@@ -93,7 +98,7 @@ class Watch:
     def remarks(self) -> list[str]:
         """Return what the latest measurement found, in words; see :meth:`quest_core.Monitor.remarks`."""
         (then, before), (step, now) = [(0, {}), (0, {}), *self.history][-2:]
-        return remarks(now, before, step - then)
+        return remarks(now, before, step - then) + not_measured(self._unseen)
 
     def close(self) -> None:
         """Stop, and leave the model as it was. `history` stays."""

@@ -2,10 +2,15 @@
 
 import pytest
 import torch
+import transformers as hf
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.masking_utils import eager_mask
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.gpt_oss import modeling_gpt_oss
 
 import quest_core
 from devtools.logits import check, clipped, recorded, scalars
+from quest_core.errors import UnsupportedError
 from quest_transformers.watching import WatchCallback
 
 pytest.importorskip("accelerate")
@@ -59,3 +64,73 @@ def test_queries_are_clipped_after_every_step(tmp_path):
     with clipped() as factors:
         train(tmp_path, [WatchCallback(clip=1e-6)])
     assert [set(found) for found in factors] == [{f"model.layers.{i}.self_attn" for i in range(2)}] * 4
+
+
+def of_its_own_softmax(name, attention):
+    """A model with caps or sinks, whose weights are far from uniform."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"vocab_size": 50, "num_hidden_layers": 2, "head_dim": 8, "sliding_window": 4, "initializer_range": 0.4}
+    if name == "gemma2":
+        config = hf.Gemma2Config(**sizes, attn_logit_softcapping=2.0)
+    else:
+        config = hf.GptOssConfig(**sizes, num_local_experts=2, num_experts_per_tok=1)
+    model = hf.AutoModelForCausalLM.from_config(config)
+    for layer in model.model.layers if name == "gpt_oss" else ():
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    if attention is not None:
+        model.set_attn_implementation(attention)
+    return model
+
+
+@pytest.mark.parametrize("attention", [None, "quest"])
+@pytest.mark.parametrize(("name", "code"), [("gemma2", modeling_gemma2), ("gpt_oss", modeling_gpt_oss)])
+def test_caps_and_sinks_of_the_host_are_measured(name, code, attention, monkeypatch):
+    model, ids = of_its_own_softmax(name, attention), torch.randint(3, 50, (2, 9))
+    assert model.config._attn_implementation == "eager"
+    with torch.no_grad():
+        want = model(ids, output_attentions=True)
+    tops, eager = [], code.eager_attention_forward
+
+    def recording(module, query, key, value, mask, *, scaling, **options):
+        cap, pairs = options.get("softcap") or 1e9, key.repeat_interleave(2, 1)
+        z = cap * ((query.double() @ pairs.double().mT) * scaling / cap).tanh()
+        tops.append((z + mask.double()).amax((0, 2, 3)))
+        return eager(module, query, key, value, mask, scaling=scaling, **options)
+
+    monkeypatch.setattr(code, "eager_attention_forward", recording)
+    with quest_core.Watch(model, every=1) as watch:
+        got = model(ids, use_cache=False).logits
+        watch.step()
+    assert torch.equal(got, want.logits)
+    ((_, layers),) = watch.history
+    for weights, top, (path, seen) in zip(want.attentions, tops, layers.items(), strict=True):
+        assert seen["max_logit"] == pytest.approx(top.tolist(), rel=1e-5), path
+        p = (weights / weights.sum(-1, keepdim=True)).double()
+        assert seen["entropy"] == pytest.approx(torch.special.entr(p).sum(-1).mean((0, 2)).tolist(), rel=1e-4)
+    maps = quest_core.attention_maps(model, {"input_ids": ids})
+    for weights, found in zip(want.attentions, maps.values(), strict=True):
+        torch.testing.assert_close(found, weights)
+
+
+def test_what_cannot_be_measured_is_named_and_does_not_stop_a_training(monkeypatch, capsys):
+    model, ids = of_its_own_softmax("gemma2", None), torch.randint(3, 50, (2, 9))
+    monkeypatch.setitem(hf.AttentionInterface._global_mapping, "kernel", modeling_gemma2.eager_attention_forward)
+    monkeypatch.setitem(hf.AttentionMaskInterface._global_mapping, "kernel", eager_mask)
+    model.set_attn_implementation("kernel")
+    want = model(ids).logits
+    with quest_core.Watch(model, every=1) as watch:
+        for _ in range(2):
+            assert torch.equal(model(ids).logits, want)
+            assert watch.step() == {}
+    said = "not measured: model.layers.0.self_attn, model.layers.1.self_attn: Gemma2Attention calls kernel with softcap"
+    assert capsys.readouterr().err.count(said) == 1
+    assert watch.remarks()[-1].startswith(said)
+    with quest_core.Watch(model, clip=100) as watch:
+        model(ids)
+        with pytest.raises(UnsupportedError, match="QK-clip does not know"):
+            watch.step()
+    with pytest.raises(UnsupportedError, match="set_attn_implementation.'eager'. lets it be seen"):
+        quest_core.attention_maps(model, {"input_ids": ids})
+    model.set_attn_implementation("eager")
+    assert len(quest_core.attention_maps(model, {"input_ids": ids})) == 2

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
 from quest_core.checkpoints import compare_layers
+from quest_core.compat import is_compiling_without_dynamo
 from quest_core.config import AttentionConfig
 from quest_core.drafts import draft
 from quest_core.errors import InjectionError, InputError, UnsupportedError
@@ -361,24 +362,64 @@ def attend(
     unit_keys = step is not None and step.keys is key
     collected = _active_collector.get()  # what the call of the model records
     wanted = options.get("output_attentions") or (collected and any(one.endswith("attentions") for one in collected))
-    if not rules.prepares or name in NAMES or mechanism.monitor is not None or (wanted and name == "sdpa"):
+    own = [] if mechanism.monitor is None else [each for each in _REFUSED if options.get(each) is not None]
+    watched = bool(own) and rules.prepares and name not in NAMES  # the host's function does what we cannot
+    instead = mechanism.monitor is not None and not watched
+    if not rules.prepares or name in NAMES or instead or (wanted and name == "sdpa"):
         return attend_instead(
             module, query, key, value, attention_mask, *arguments, wanted=bool(wanted), unit_keys=unit_keys, **options
         )
-    if not rules.untouched:
+    if watched or not rules.untouched:
         scaling = options.get("scaling")
+        scaled = query
         if scaling is not None and scaling != rules.scaling:  # the host has scaled its queries itself (OPT, Whisper)
-            query = query * (scaling / rules.scaling)
-        given = key
-        query, key, options["scaling"] = mechanism.score(
-            query, key, value, mask=None, is_causal=False, unit_keys=unit_keys
-        )
-        if options.get("block_table") is not None and key is not given:
+            scaled = query * (scaling / rules.scaling)
+        prepared = mechanism.score(scaled, key, value, mask=None, is_causal=False, unit_keys=unit_keys)
+        if options.get("block_table") is not None and prepared[1] is not key:
             raise UnsupportedError(
                 f"continuous batching has {name} read keys from the cache's pages, where those that "
                 f"'{mechanism.config}' has not prepared are; use ContinuousBatchingConfig(max_blocks_per_request=0)"
             )
+        if watched and not is_compiling_without_dynamo():
+            torch.compiler.disable(_show)(module, name, *prepared, attention_mask, own, options)
+        if not rules.untouched:
+            query, key, options["scaling"] = prepared
     return function(module, query, key, value, attention_mask, *arguments, **options)  # type: ignore[no-any-return]
+
+
+def _show(
+    module: Any, name: str, query: Tensor, key: Tensor, scale: float, mask: Any, own: list[str], options: Any
+) -> None:
+    """Show a Monitor a call of the host's function that caps logits or has sinks, which `attend_instead` cannot.
+
+    Args:
+        module, name, query, key: as in `attend`, prepared.
+        scale: the factor on q·k.
+        mask: of the host.
+        own: the `_REFUSED` options that the call has.
+        options: all of them.
+    """
+    known = mask is None or getattr(mask, "ndim", 0) == 4
+    if name != "eager" or not {*own} <= {"softcap", "s_aux"} or options.get("position_bias") is not None or not known:
+        why = f"{type(module).__name__} calls {name} with {own[0]}: {_REFUSED[own[0]]}"
+        if name != "eager" and "cache" not in own and "sinks" not in own:
+            why += "; set_attn_implementation('eager') lets it be seen"
+        for layer in module.mechanism.monitor:
+            layer.missed(why)
+        return
+    if mask is not None:
+        mask = mask[..., : key.shape[2]]
+        mask = mask if mask.dtype == torch.bool else hide_lowest(mask)
+    cap, sinks = options.get("softcap"), options.get("s_aux")
+
+    def weigh(z: Tensor) -> Tensor:
+        assert sinks is not None
+        column = sinks.to(z).reshape(1, -1, 1, 1).expand(*z.shape[:-1], 1)
+        return torch.cat((z, column), -1).softmax(-1)[..., :-1]
+
+    change = None if cap is None else lambda z: cap * torch.tanh(z / cap)
+    for layer in module.mechanism.monitor:
+        layer.saw_operands(query, key, scale, mask, change, None if sinks is None else weigh)
 
 
 def refuse(module: Any, *arguments: Any, **options: Any) -> Any:
@@ -399,13 +440,17 @@ def _mend(module: Any) -> str | None:
 
 
 def refuse_eager(module: Any, arguments: Any) -> None:
-    """Raise UnsupportedError if a module computes eager attention that does not reach `attend`."""
-    if module.config._attn_implementation == "eager" and not module.rules.untouched:
-        raise UnsupportedError(
-            f"{type(module).__name__} asks AttentionInterface for every function but eager attention, which "
-            f"'{module.mechanism.config}' therefore cannot reach; use set_attn_implementation('sdpa'), or "
-            f"{_mend(module)}"
-        )
+    """Raise UnsupportedError if a module computes eager attention without AttentionInterface; a Monitor misses it."""
+    if module.config._attn_implementation != "eager":
+        return
+    why = (
+        f"{type(module).__name__} asks AttentionInterface for every function but eager attention, which "
+        f"'{module.mechanism.config}' therefore cannot reach; use set_attn_implementation('sdpa'), or {_mend(module)}"
+    )
+    if not module.rules.untouched:
+        raise UnsupportedError(why)
+    for layer in module.mechanism.monitor or ():
+        layer.missed(why)
 
 
 def attend_instead(
@@ -450,7 +495,7 @@ def attend_instead(
             raise UnsupportedError(
                 f"{type(module).__name__} calls its attention with {name}: {_REFUSED[name]}, and "
                 + (
-                    "neither weights nor a Monitor are possible with it; set_attn_implementation('eager') for weights"
+                    "its weights are those of the host's function: set_attn_implementation('eager')"
                     if rules.prepares
                     else f"'{mechanism.config}' takes the place of the host's function"
                 )
