@@ -306,7 +306,6 @@ def test_a_cache_that_was_reset_serves_a_stock_model(kind):
     torch.testing.assert_close(found, want)
 
 
-@pytest.mark.drawn(1)  # each takes 9 s of processor time
 @pytest.mark.parametrize("function", ["sdpa", "eager"])
 @pytest.mark.parametrize("attention", ["standard", "quest", "quest(scale=2)", "qknorm-hs"])
 def test_continuous_batching_equals_generation(attention, function):
