@@ -623,6 +623,20 @@ def test_another_way_than_in_the_example_is_refused(way: str) -> None:
         model(x, way=way)
 
 
+def test_a_scaled_part_may_be_added_later_to_what_has_no_factor() -> None:
+    """As LoRA does, which multiplies its part by a number."""
+
+    def spelling(m: Any, q: Tensor, k: Tensor, v: Tensor, part: float = 0.0) -> Tensor:
+        return ((q + part * v if part else q) @ k.mT * D**-0.5).softmax(-1) @ v
+
+    model, x = make(spelling)
+    by_hand = copy.deepcopy(model)
+    for layer in by_hand.layers:
+        layer.spelling = lambda m, q, k, v, part: quest(q + part * v, k, v)
+    quest_core.inject(model, "quest", example=x)
+    torch.testing.assert_close(model(x, part=2.0), by_hand(x, part=2.0))
+
+
 @pytest.mark.parametrize("length", [N, 2 * N])
 def test_a_table_is_made_once_and_is_no_product_of_the_attention(length: int) -> None:
     """Its einsum runs in the example, and later only for longer inputs."""

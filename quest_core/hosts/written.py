@@ -22,6 +22,7 @@ from ..projections import HeadSizes
 from .adapter import Capabilities, mechanism_for
 from .following import (
     FUNCTIONS,
+    PART,
     SCALES,
     SOFTMAX,
     Following,
@@ -270,7 +271,10 @@ class _Preparing(Following):
     def _compare_factors(self, product: Product, pair: list[Tensor]) -> None:
         """Raise UnsupportedError if the host multiplies an operand by another factor than in the example."""
         for role, factor, what in zip(product.roles, product.factors, ("queries", "keys"), strict=False):
-            given = factor_of(self.flows(pair[role]))
+            flows = self.flows(pair[role])
+            given = factor_of(flows)
+            if given is None and factor == 1 and all(f.odd in (None, PART) for f in flows if f.origin.kind == "plain"):
+                continue  # nothing is undone; LoRA adds a scaled part to a projection
             if given is None:
                 self._refuse(f"multiplies its {what} by a number and changes them after that, unlike in the example")
             elif not _same(given, factor):
