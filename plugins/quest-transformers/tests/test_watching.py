@@ -66,6 +66,9 @@ def test_queries_are_clipped_after_every_step(tmp_path):
     assert [set(found) for found in factors] == [{f"model.layers.{i}.self_attn" for i in range(2)}] * 4
 
 
+SMALL = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
 def of_its_own_softmax(name, attention):
     """A model with caps or sinks, whose weights are far from uniform."""
     torch.manual_seed(0)
@@ -111,6 +114,40 @@ def test_caps_and_sinks_of_the_host_are_measured(name, code, attention, monkeypa
     maps = quest_core.attention_maps(model, {"input_ids": ids})
     for weights, found in zip(want.attentions, maps.values(), strict=True):
         torch.testing.assert_close(found, weights)
+
+
+@pytest.mark.parametrize("kind", ["a window", "a mask of tokens", "all keys"])
+def test_a_kernel_that_hides_keys_by_itself_is_not_replaced(kind, monkeypatch):
+    """As flash attention does, which gets a window and a mask [B, M] in place of one of pairs."""
+
+    def kernel(module, query, key, value, mask, *, scaling, sliding_window=None, **options):
+        i, j = torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])
+        seen = (j <= i) & (i - j < (sliding_window or 99))
+        seen = seen if mask is None else seen & mask[:, None, None].bool()
+        key, value = (x.repeat_interleave(2, 1) for x in (key, value))
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen, scale=scaling)
+        return out.transpose(1, 2).contiguous(), None
+
+    def own_mask(*_, attention_mask=None, **__):
+        return attention_mask if kind == "a mask of tokens" else None
+
+    monkeypatch.setitem(hf.AttentionInterface._global_mapping, "kernel", kernel)
+    monkeypatch.setitem(hf.AttentionMaskInterface._global_mapping, "kernel", own_mask)
+    torch.manual_seed(0)
+    window = 4 if kind == "a window" else None
+    model = hf.MistralForCausalLM(hf.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=window))
+    model.set_attn_implementation("quest")
+    model.set_attn_implementation("kernel")
+    given = {"input_ids": torch.randint(3, 50, (2, 9)), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
+    given["attention_mask"][1, 7:] = 0
+    want = model(**given).logits
+    with quest_core.Watch(model, every=1) as watch:
+        got = model(**given).logits
+        watch.step()
+    torch.testing.assert_close(got, want)
+    measured = kind == "all keys"
+    assert bool(watch.history) == measured
+    assert any("only that function knows which keys it hides" in line for line in watch.remarks()) != measured
 
 
 def test_what_cannot_be_measured_is_named_and_does_not_stop_a_training(monkeypatch, capsys):

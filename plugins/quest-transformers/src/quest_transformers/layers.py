@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import math
 import textwrap
 from dataclasses import dataclass
 from typing import Any
@@ -362,7 +363,7 @@ def attend(
     unit_keys = step is not None and step.keys is key
     collected = _active_collector.get()  # what the call of the model records
     wanted = options.get("output_attentions") or (collected and any(one.endswith("attentions") for one in collected))
-    own = [] if mechanism.monitor is None else [each for each in _REFUSED if options.get(each) is not None]
+    own = [] if mechanism.monitor is None else _hidden(name, key, attention_mask, options)
     watched = bool(own) and rules.prepares and name not in NAMES  # the host's function does what we cannot
     instead = mechanism.monitor is not None and not watched
     if not rules.prepares or name in NAMES or instead or (wanted and name == "sdpa"):
@@ -387,21 +388,35 @@ def attend(
     return function(module, query, key, value, attention_mask, *arguments, **options)  # type: ignore[no-any-return]
 
 
+def _hidden(name: str, key: Tensor, mask: Any, options: Any) -> list[str]:
+    """Return the arguments of a call by which only the host's function knows its weights, or which keys it hides."""
+    found = [each for each in _REFUSED if options.get(each) is not None]
+    if name not in ("eager", "sdpa"):  # whose masks say all
+        if mask is not None and getattr(mask, "ndim", 0) != 4:
+            found.append("attention_mask")
+        if mask is None and (options.get("sliding_window") or math.inf) < key.shape[2]:
+            found.append("sliding_window")
+        if options.get("cu_seq_lens_q") is not None:
+            found.append("cu_seq_lens_q")
+    return found
+
+
 def _show(
     module: Any, name: str, query: Tensor, key: Tensor, scale: float, mask: Any, own: list[str], options: Any
 ) -> None:
-    """Show a Monitor a call of the host's function that caps logits or has sinks, which `attend_instead` cannot.
+    """Show a Monitor a call that `attend_instead` cannot take over, because of caps, sinks or masks of the host.
 
     Args:
         module, name, query, key: as in `attend`, prepared.
         scale: the factor on q·k.
         mask: of the host.
-        own: the `_REFUSED` options that the call has.
+        own: what `_hidden` returned.
         options: all of them.
     """
     known = mask is None or getattr(mask, "ndim", 0) == 4
     if name != "eager" or not {*own} <= {"softcap", "s_aux"} or options.get("position_bias") is not None or not known:
-        why = f"{type(module).__name__} calls {name} with {own[0]}: {_REFUSED[own[0]]}"
+        why = f"{type(module).__name__} calls {name} with {own[0]}: "
+        why += _REFUSED.get(own[0], "only that function knows which keys it hides")
         if name != "eager" and "cache" not in own and "sinks" not in own:
             why += "; set_attn_implementation('eager') lets it be seen"
         for layer in module.mechanism.monitor:
