@@ -370,8 +370,7 @@ class Adapter(ABC):
         """
 
     def disconnect(self, model: nn.Module) -> None:  # noqa: B027
-        """Take out of a model what else says that it has an attention of quest_core, after `uninject` has restored its
-        modules; by default nothing."""
+        """Undo `connect` where a model was built with attention of quest_core; its modules are the host's again."""
 
     def projected(self, module: nn.Module) -> list[Projected]:
         """Return the parts of a replacement that describe their projections.
