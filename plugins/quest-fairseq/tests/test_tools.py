@@ -45,7 +45,7 @@ def assert_same(ours: list[str], stock: list[str]) -> None:
     assert len(stock) == 36
     (words, scores), (stock_words, stock_scores) = words_and_scores(ours), words_and_scores(stock)
     assert words == stock_words
-    assert scores == pytest.approx(stock_scores, abs=1e-4)  # scores of single words are printed with four digits
+    assert scores == pytest.approx(stock_scores, abs=1.5e-4)  # four digits are printed, and the last may differ by one
 
 
 def generate(tools: Tools, data: Path, checkpoint: Path, *arguments: str) -> str:
