@@ -414,7 +414,7 @@ def _show(
         options: all of them.
     """
     known = mask is None or getattr(mask, "ndim", 0) == 4
-    if name != "eager" or not {*own} <= {"softcap", "s_aux"} or options.get("position_bias") is not None or not known:
+    if name != "eager" or not _SEEN.issuperset(own) or options.get("position_bias") is not None or not known:
         why = f"{type(module).__name__} calls {name} with {own[0]}: "
         why += _REFUSED.get(own[0], "only that function knows which keys it hides")
         if name != "eager" and "cache" not in own and "sinks" not in own:
@@ -554,6 +554,9 @@ _REFUSED = {
     "cache": "continuous batching pages the cache",
 }
 """Options of an attention function that would be dropped silently."""
+
+_SEEN = {"softcap", "s_aux"}
+"""Those of them with which a Monitor knows the logits and the weights of eager attention."""
 
 _IGNORED = {
     *("output_attentions", "sliding_window", "position_ids", "deterministic"),
