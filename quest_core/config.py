@@ -93,7 +93,10 @@ class AttentionConfig:
         return tuple(find(name) for _, name in self.parts)
 
     def option(self, key: str) -> Any:
-        """Return the value of an option: the one given or its default; None if no component has the option."""
+        """Return the value of an option: the one given or its default; None if no component has the option.
+
+        "entmax.alpha" names the component too; without it, the last component that has the option counts.
+        """
         owner, _, name = key.rpartition(".")
         found = [c for c in self.components if owner in ("", c.name) for o in c.options if o.name == name]
         return self._given(found[-1])[name] if found else None

@@ -75,7 +75,8 @@ class QKClip:
         Raises:
             UnsupportedError: the logits of a layer could not be observed.
         """
-        for path, why in self._monitor.unseen().items():
+        if unseen := self._monitor.unseen():
+            path, why = next(iter(unseen.items()))
             raise UnsupportedError(f"QK-clip does not know the logits of '{path}': {why}")
         clipped = {}
         for path, seen in self._monitor.collect().items():

@@ -170,8 +170,11 @@ def test_spoken_digits_become_series_of_bands(tmp_path, capsys):
         assert (series.shape, labels) == ((32, windows), ["7"])
         assert (series[:, 2:-2].argmax(0) == 8).all()  # 1000 to 1125 Hz
     speak(recordings / "7_theo_6.wav", 1000, 0.5, rate=16000)
-    with pytest.raises(ValueError, match="7_theo_6.wav has 16000 Hz.*expected 8000"):
+    with pytest.raises(SystemExit):
         spoken.main([str(recordings), str(tmp_path)])
+    said = " ".join(capsys.readouterr().err.split())
+    assert "7_theo_6.wav cannot be read as a recording: expected 8000 Hz, 2 bytes per sample" in said
+    assert "found 16000, 2, 1" in said
     with pytest.raises(SystemExit):
         spoken.main([str(tmp_path / "made"), str(tmp_path)])
     assert "0 recordings to train and 0 to test; fix: git clone" in " ".join(capsys.readouterr().err.split())

@@ -198,13 +198,11 @@ def molecule_tasks(data: Path) -> dict[str, dict[str, Any]]:
     """Return the datasets of a folder: name -> its file and, if it is missing, the problem in words."""
     if find_spec("rdkit") is None:
         raise PluginError("graph/molecules needs RDKit; fix: pip install 'quest-suites[molecules]'")
-    problem = "{} not found; fix: git clone --depth 1 https://github.com/tencent-ailab/grover, and --data grover/{}"
+    fix = "git clone --depth 1 https://github.com/tencent-ailab/grover, and --data grover/exampledata/finetune"
+    files = {task: data / name for task, name in MOLECULES.items()}
     return {
-        task: {
-            "files": [str(data / name)],
-            "problem": None if (data / name).is_file() else problem.format(data / name, "exampledata/finetune"),
-        }
-        for task, name in MOLECULES.items()
+        task: {"files": [str(path)], "problem": None if path.is_file() else f"{path} not found; fix: {fix}"}
+        for task, path in files.items()
     }
 
 
@@ -233,7 +231,7 @@ def molecules(path: Path, seed: int) -> list[list[Data]]:
 
 
 def _kinds(features: list[Tensor]) -> Sequence[Tensor]:
-    """Number the rows of matrices by their values: equal rows have equal numbers, in all of the matrices."""
+    """Return a number for each row of each matrix; equal rows have equal numbers in all matrices."""
     return torch.cat(features).unique(dim=0, return_inverse=True)[1].split([len(rows) for rows in features])
 
 

@@ -36,13 +36,13 @@ def read(path: Path) -> Tensor:
     """Return the samples of a file, between −1 and 1.
 
     Raises:
-        ValueError: the file has not one channel with 16 bits at 8 kHz.
+        ValueError, wave.Error: the file is not a recording of one channel with 16 bits at 8 kHz.
     """
     with wave.open(str(path)) as file:
         found = file.getframerate(), file.getsampwidth(), file.getnchannels()
         data = bytearray(file.readframes(file.getnframes()))
     if found != (HERTZ, 2, 1):
-        raise ValueError(f"{path} has {found[0]} Hz, {found[1]} bytes and {found[2]} channels; expected 8000, 2 and 1")
+        raise ValueError(f"expected {HERTZ} Hz, 2 bytes per sample and 1 channel; found {', '.join(map(str, found))}")
     return torch.frombuffer(data, dtype=torch.int16) / 2**15
 
 
@@ -57,7 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (name := re.fullmatch(r"(\d)_[a-z]+_(\d+)", path.stem)) is None:
             parser.error(f"{path} is not named like 7_jackson_32.wav")
         split = "TEST" if int(name[2]) in TESTED else "TRAIN"
-        series = {f"band{i}": row for i, row in enumerate(bands(read(path)).tolist())}
+        try:
+            recording = read(path)
+        except (ValueError, wave.Error) as error:
+            parser.error(f"{path} cannot be read as a recording: {error}")
+        series = {f"band{i}": row for i, row in enumerate(bands(recording).tolist())}
         rows[split].append({"label": name[1], **series})
     if not all(rows.values()):
         parser.error(
