@@ -248,6 +248,18 @@ def test_uninject_refuses_smaller_projections_before_anything_changes() -> None:
     assert_same(snapshot(model), before)
 
 
+def test_inject_and_uninject_refuse_a_model_that_a_monitor_watches() -> None:
+    model = encoder()
+    quest_core.inject(model, "quest")
+    with quest_core.Monitor(model) as monitor:
+        for change in (lambda: quest_core.uninject(model), lambda: quest_core.inject(model, "standard")):
+            with pytest.raises(InjectionError, match="is observed by a Monitor.*call remove"):
+                change()
+        model(torch.randn(2, 5, 8))
+        assert monitor.collect()
+    quest_core.uninject(model)
+
+
 def test_uninject_refuses_weights_that_were_parametrized_since() -> None:
     model, x = encoder().eval(), torch.randn(2, 5, 8)
     quest_core.inject(model, "quest")

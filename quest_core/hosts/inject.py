@@ -309,8 +309,8 @@ def uninject(model: nn.Module) -> nn.Module:
 
     Raises:
         InjectionError: nothing was injected, or projections have fewer key/value heads or features (gqa, mqa,
-            aft-conv), because those of the host were not kept; or are parametrized (weight_norm) since. The model is
-            not changed.
+            aft-conv), because those of the host were not kept; or are parametrized (weight_norm) since; or a Monitor
+            watches. The model is not changed.
     """
     changed: dict[nn.Module, Former] = {m: vars(m)[FORMER] for m in model.modules() if FORMER in vars(m)}
     if not changed:
@@ -327,6 +327,7 @@ def uninject(model: nn.Module) -> nn.Module:
             f"weights of a {type(parametrized[0]).__name__} were parametrized (weight_norm, ...) after inject; undo "
             "that first: torch.nn.utils.parametrize.remove_parametrizations"
         )
+    _refuse_observed(model)
     methods = _kept_methods(model, {module: former.kind for module, former in changed.items()})
     for module in changed:
         restore(module)
@@ -525,6 +526,12 @@ def _refuse_wrapped(model: nn.Module) -> None:
                 f"{f'{path!r}' if path else 'the model'} is wrapped in {found[0]} already, which would not see the "
                 "replaced modules; inject first, then wrap"
             )
+    _refuse_observed(model)
+
+
+def _refuse_observed(model: nn.Module) -> None:
+    """Raise InjectionError if a Monitor watches a mechanism, because it would not see what follows."""
+    for path, module in model.named_modules():
         if isinstance(module, Mechanism) and module.monitor is not None:
             raise InjectionError(
                 f"'{path}' is observed by a Monitor, which would not see its successor; call remove() first"
