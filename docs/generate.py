@@ -154,14 +154,11 @@ def readme() -> str:
 
 def choosing() -> str:
     """Differences from standard attention."""
-    names = ("quest", "quest(init=12.0)", "qknorm-hs")
-    lines = ["| minus `standard` | seeds | " + " | ".join(f"`{name.replace('.0', '')}`" for name in names) + " |"]
-    lines.append("|---|--:|" + "--:|" * len(names))
+    lines = ["| you train | seeds | `quest` − `standard` |", "|---|--:|--:|"]
     for entry in evidence("choosing"):
-        found = {name: row(entry, name) for name in names}
-        seeds = max((each.finished for each in found.values() if each), default=0)
-        cells = " | ".join(effect(each) for each in found.values())
-        lines.append(f"| [{entry['label']}]({SITE}/{entry['report']}/report/) | {seeds} | {cells} |")
+        found = row(entry, "quest")
+        label = f"[{entry['label']}]({SITE}/{entry['report']}/report/)"
+        lines.append(f"| {label} | {found.finished if found else 0} | {effect(found)} |")
     return "\n".join(lines)
 
 
