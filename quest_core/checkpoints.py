@@ -74,11 +74,17 @@ def compare(
         load: an object that is the same for all layers of one call of load_state_dict, which warns only once.
 
     Raises:
-        CheckpointError: the checkpoint has an attention other than `config` and `attention_from`.
+        CheckpointError: the checkpoint has an attention other than `config` and `attention_from`, or any other where
+            `config` sets the norms of new projections.
     """
     trained = str(STANDARD) if entry is None else decode(entry)
     if config.means(trained):
         return True
+    if config.initial_norms:
+        raise CheckpointError(
+            f"'{path}': '{config}' sets the norms of new projections, and this checkpoint has trained ones of attention "
+            f"'{trained}'; leave the option out (quest_core.calibrate fits trained queries), or the checkpoint"
+        )
     if attention_from is not None and attention_from.means(trained):
         return False
     named = "" if attention_from is None else f" (attention_from is '{attention_from}')"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import quest_core
 from devtools.configs import with_start
 from quest_core import MultiheadAttention
-from quest_core.errors import ConfigError, InjectionError
+from quest_core.errors import CheckpointError, ConfigError, InjectionError
 from quest_core.projections import Projected
 
 
@@ -91,6 +91,17 @@ def test_a_model_that_may_be_trained_is_refused_untouched() -> None:
         quest_core.inject(model, "quest(init=5)")
     assert type(model.layers[0].self_attn) is nn.MultiheadAttention
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("attention_from", [None, "standard"])
+def test_trained_weights_of_another_attention_are_refused(attention_from: str | None) -> None:
+    """They would stay as they are, and the option would do nothing."""
+    model, _ = quest_core.inject(encoder(), "quest(init=12)", fresh=True, attention_from=attention_from)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"sets the norms of new projections.*leave the option out"):
+        model.load_state_dict(encoder().state_dict())
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    model.load_state_dict(quest_core.inject(encoder(), "quest")[0].state_dict())  # of a run with or without it
 
 
 def test_a_function_has_no_start() -> None:

@@ -135,12 +135,6 @@ def check_transfer(
                 raise unexpected_entry(key, stored[key], "tsai")
         stock(model, weights_path, device, exclude_head)
         return
-    starting = next((part.config for part in parts.values() if part.config.initial_norms), None)
-    if starting is not None and not any(key.endswith(ENTRY) for key in stored):
-        raise ConfigError(
-            f"attention '{starting}' sets the norms of fresh projections, and {weights_path} holds trained ones of "
-            "tsai's own attention; leave the option or the weights out"
-        )
 
     def taken(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: x for name, x in state.items() if not (exclude_head and "head" in name)}
