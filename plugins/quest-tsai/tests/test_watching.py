@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from fastai.callback.tensorboard import TensorBoardCallback
 from fastai.callback.tracker import CSVLogger
+from fastai.learner import load_learner
 from tsai.basics import TSClassifier
 
 from devtools.logits import check, clipped, recorded, scalars
@@ -49,4 +50,9 @@ def test_queries_are_clipped_after_every_batch(tmp_path):
         learn.fit(1)
     assert len(factors) == 2
     learn.export(tmp_path / "learner.pkl")
+    again = load_learner(tmp_path / "learner.pkl")
+    again.dls = learn.dls
+    with again.no_bar():
+        again.fit(1)
+    assert again.watch_attention.watch.steps == 2
     assert factors[0]  # RAdam begins with small steps, after which the second batch may stay below

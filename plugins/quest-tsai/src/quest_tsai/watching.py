@@ -24,12 +24,12 @@ class WatchAttention(Callback):  # type: ignore[misc]
     """
 
     order = 40  # before the Recorder, which lists the columns in its before_fit
+    watch: Watch | None = None  # here, because an exported callback has lost its own
     _stateattrs = ("watch",)  # fastai leaves these out of what it exports
 
     def __init__(self, every: int = 100, example: Any = None, clip: float | None = None) -> None:
         super().__init__()
         self.every, self.example, self.clip = every, example, clip
-        self.watch: Watch | None = None
 
     def before_fit(self) -> None:
         self.after_fit()  # of a fit that was interrupted
