@@ -35,6 +35,7 @@ class Watch:
         example: as in :func:`quest_core.inject`, for attention that no adapter knows.
         clip: a threshold for :class:`quest_core.QKClip`, which then watches and follows every step; None for no
             clipping.
+        steps: how many were taken before, in a run that goes on.
 
     Raises:
         ConfigError: `every` is not a positive whole number, or as QKClip.
@@ -42,15 +43,17 @@ class Watch:
         UnsupportedError: as QKClip.
 
     Attributes:
-        steps: how many steps were taken.
+        steps: how many steps were taken, with those before.
         history: what was measured: (step, {path: {name: [a float per head]}}), the oldest first.
         latest: what `step` returned at the latest measurement; {} before the first.
     """
 
-    def __init__(self, model: nn.Module, *, every: int = 100, example: Any = None, clip: float | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, *, every: int = 100, example: Any = None, clip: float | None = None, steps: int = 0
+    ) -> None:
         if not isinstance(every, int) or every < 1:
             raise ConfigError(f"every is {every!r}; measure every n-th step with a whole number of at least 1")
-        self.model, self.every, self.steps = model, every, 0
+        self.model, self.every, self.steps = model, every, steps
         self.history: list[tuple[int, dict[str, Any]]] = []
         self.latest: dict[str, float] = {}
         self._unseen: dict[str, str] = {}

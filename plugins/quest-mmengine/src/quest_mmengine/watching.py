@@ -28,7 +28,7 @@ class WatchAttention(Hook):  # type: ignore[misc]
 
     def before_train(self, runner: Any) -> None:
         model = runner.model.module if is_model_wrapper(runner.model) else runner.model
-        self.watch = Watch(model, every=self.every, clip=self.clip)
+        self.watch = Watch(model, every=self.every, clip=self.clip, steps=runner.iter)
 
     def after_train_iter(self, runner: Any, *_: Any, **__: Any) -> None:
         assert self.watch is not None  # the runner begins first

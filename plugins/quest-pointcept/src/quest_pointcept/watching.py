@@ -39,8 +39,8 @@ def register() -> None:
 
         def before_epoch(self) -> None:  # and not before_train, in which a checkpoint may be loaded
             if self.watch is None:
-                model = self.trainer.model
-                self.watch = Watch(getattr(model, "module", model), every=self.every, clip=self.clip)
+                model, steps = self.trainer.model, self.trainer.epoch * len(self.trainer.train_loader)
+                self.watch = Watch(getattr(model, "module", model), every=self.every, clip=self.clip, steps=steps)
 
         def after_step(self) -> None:
             assert self.watch is not None  # the trainer begins first

@@ -34,7 +34,8 @@ class WatchCallback(TrainerCallback):
         PATCHES.around("transformers.trainer:Trainer", "log", _log)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        self.watch = Watch(model, every=self.every, example=self.example, clip=self.clip)
+        steps = state.global_step
+        self.watch = Watch(model, every=self.every, example=self.example, clip=self.clip, steps=steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         assert self.watch is not None  # Trainer begins first
