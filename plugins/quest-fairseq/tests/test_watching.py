@@ -2,11 +2,17 @@
 
 import json
 import re
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
 from fairseq.logging import progress_bar
 
+import quest_core
 from devtools.logits import check, clipped, recorded, scalars
+from quest_fairseq import watching
 
 
 @pytest.mark.parametrize("attention", ["standard", "quest"])
@@ -36,3 +42,46 @@ def test_queries_are_clipped_after_every_update(tools, lm_data, tmp_path):
     assert re.search(r"train_inner.*attention/max_logit=[\d.]+, attention/entropy=[\d.]+, wall", log)  # and no layer
     assert len(factors) == 3
     assert all(factors)
+
+
+@contextmanager
+def before_steps(note):
+    """Call `note` with the Watch before each of its steps."""
+    step = quest_core.Watch.step
+    with mock.patch.object(quest_core.Watch, "step", lambda self: (note(self), step(self))[1]):
+        yield
+
+
+def test_a_run_that_goes_on_measures_the_same_updates(tools, lm_data, tmp_path):
+    given = ("--save-dir", tmp_path, "--watch-attention", "4")
+    tools.train(lm_data, *given, updates=6)
+    measured = []
+    with before_steps(lambda watch: measured.append(watch.steps + 1) if watch._monitor is not None else None):
+        tools.train(lm_data, *given, updates=16)
+    assert measured == [7, 8, 12, 16]  # the first, and every fourth
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_weights_in_half_precision_stay_clipped(flat):
+    """fairseq copies its weights in float32 back after every update."""
+    weights = [torch.nn.Parameter(torch.randn(shape).half()) for shape in ((3, 4), (4,), (2, 2))]
+    exact = [weight.detach().float() + 1e-5 for weight in weights]
+    with torch.no_grad():
+        for weight, master in zip(weights, exact, strict=True):
+            weight.copy_(master)
+    masters = {0: torch.cat([x.flatten() for x in exact])} if flat else [x.clone() for x in exact]
+    optimizer = SimpleNamespace(fp16_params=weights, fp32_params=masters, has_flat_params=flat)
+    with torch.no_grad():
+        weights[0][1] *= 0.5
+    watching.keep_clipped(optimizer)
+    kept = masters[0].split([12, 4, 4]) if flat else masters
+    exact[0][1] = weights[0][1].detach().float()
+    assert all(torch.equal(one.flatten(), two.flatten()) for one, two in zip(kept, exact, strict=True))
+
+
+def test_queries_stay_clipped_in_half_precision(tools, lm_data, tmp_path):
+    given = ("--save-dir", tmp_path, "--no-save", "--qk-clip", "1e-3", "--fp16", "--fp16-no-flatten-grads")
+    norms = []
+    with before_steps(lambda w: norms.append(float(w.model.decoder.layers[0].self_attn.q_proj.weight.norm()))):
+        tools.train(lm_data, *given, "--lr", "1e-6", updates=3)
+    assert norms[1] < norms[0] / 2
