@@ -24,15 +24,12 @@ def average(paths: Sequence[Path]) -> dict[str, Any]:
     """
     first, *others = states = [torch.load(path, map_location="cpu") for path in paths]
     for path, state in zip(paths[1:], others, strict=True):
-        one, other = ({k: x.shape for k, x in s["model"].items() if not k.endswith(ENTRY)} for s in (first, state))
-        names = [{decode(x) for k, x in s["model"].items() if k.endswith(ENTRY)} for s in (first, state)]
-        if names[0] != names[1] or one != other:
-            kinds = ["+".join(sorted(name)) or "standard" for name in names]
-            differ = sorted(dict(one.items() ^ other.items()))[:3]
+        one, other = map(_described, (first, state))
+        if differ := {name for name in one | other if one.get(name) != other.get(name)}:
+            name = min(differ, key=lambda name: (not name.endswith(ENTRY), name))
             raise CheckpointError(
-                f"expected checkpoints of one model; {paths[0]} has attention '{kinds[0]}' and {path} '{kinds[1]}'"
-                + (f", and their shapes differ in {', '.join(differ)}" if differ else "")
-                + "; average those of one run"
+                f"expected checkpoints of one model; '{name}' is {one.get(name, 'missing')} in {paths[0]} and "
+                f"{other.get(name, 'missing')} in {path}; average those of one run"
             )
     mean = {}
     for name, last in states[-1]["model"].items():
@@ -40,6 +37,12 @@ def average(paths: Sequence[Path]) -> dict[str, Any]:
         if last.is_floating_point():
             mean[name] = torch.stack([state["model"][name].float() for state in states]).mean(0).to(last.dtype)
     return {**first, "model": mean}
+
+
+def _described(state: dict[str, Any]) -> dict[str, str]:
+    """Return the shape, or the attention that it names, of every tensor of a checkpoint's model."""
+    named = {name: f"'{decode(x)}'" for name, x in state["model"].items() if name.endswith(ENTRY)}
+    return {name: f"of shape {list(x.shape)}" for name, x in state["model"].items()} | named
 
 
 def newest(folder: Path, count: int) -> list[Path]:
@@ -69,6 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if (given.num_epoch_checkpoints is None) == (len(paths) == 1 and paths[0].is_dir()):
         command.error("give --inputs files, or --inputs FOLDER --num-epoch-checkpoints N")
     if given.num_epoch_checkpoints is not None:
+        if given.num_epoch_checkpoints < 1:
+            command.error(f"expected --num-epoch-checkpoints of at least 1, found {given.num_epoch_checkpoints}")
         paths = newest(paths[0], given.num_epoch_checkpoints)
     torch.save(average(paths), given.output)
     print(f"{given.output}: mean of {', '.join(str(path) for path in paths)}")
