@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import build
+from conftest import build, dictionary, options
+from fairseq.models import build_model
 from fairseq.modules.multihead_attention import MultiheadAttention
 from fairseq.sequence_generator import SequenceGenerator
 
@@ -75,6 +78,45 @@ def test_translation_by_steps_equals_all_tokens_at_once(attention: str, beams: i
     kept = [value for name, value in state.items() if "prev_key" in value]
     assert len(kept) == 3
     assert all(value["prev_key"].shape[0] == 2 for value in kept)
+
+
+@pytest.mark.parametrize("attention", ["standard", "quest", "qknorm-hs+gqa(kv_heads=2)", "linear"])
+def test_two_channels_of_speech_by_steps_equal_all_tokens_at_once(attention: str) -> None:
+    """A channel's steps also attend to those of the other, which are not the queries."""
+    args = options("quest_speech_dlm", *LM, "--attention", attention)
+    more = {"decoder_cross_layers": 2, "duration_prediction": "false", "main_and_cross_weights": "1,0"}
+    vars(args).update(more, no_token_positional_embeddings=False)
+    words = dict.fromkeys("ab", dictionary())
+    task = SimpleNamespace(channels=["a", "b"], source_dictionaries=words, target_dictionaries=words)
+    vars(task).update(source_dictionary=words["a"], target_dictionary=words["a"])
+    torch.manual_seed(0)
+    model = build_model(args, task).double().eval()
+    tokens = {channel: torch.randint(4, 20, (2, 7)) for channel in words}
+    states: list[dict] = [{}, {}]
+    with torch.no_grad():
+        want = model(tokens)[0]["a"]["a"]
+        parts = ({channel: x[:, : end + 1] for channel, x in tokens.items()} for end in range(7))
+        got = [model.decoder(part, incremental_state=states)[0]["a"]["a"][:, -1] for part in parts]
+    torch.testing.assert_close(torch.stack(got, 1), want, rtol=1e-9, atol=1e-9)
+    with pytest.raises(quest_core.UnsupportedError, match="cannot be causal"):
+        build_model(Namespace(**{**vars(args), "attention": "sinkhorn"}), task)
+
+
+def test_decoding_normalizes_an_encoders_keys_once() -> None:
+    model = trained("quest_transformer", "quest", *MT)
+    state: dict = {}
+    with torch.no_grad():
+        encoded = model.encoder(torch.randint(4, 20, (2, 9)), torch.tensor([9, 9]))
+        model.decoder(torch.randint(4, 20, (2, 1)), encoded, state)
+    norms = [kept["prev_key"].norm(dim=-1) for kept in state.values() if "prev_key" in kept]
+    assert len(norms) == 3
+    torch.testing.assert_close(torch.stack(norms), torch.ones(3, 2, 4, 9, dtype=torch.float64))
+
+
+def test_heads_are_not_pruned() -> None:
+    module = trained("quest_transformer_lm", "quest", *LM).decoder.layers[0].self_attn
+    with pytest.raises(quest_core.UnsupportedError, match="prune the stock model"):
+        module._adaptive_prune_heads(module._get_reserve_head_index(2))
 
 
 def test_generation_by_beam_search_is_that_of_stock_fairseq() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from fairseq.modules.multihead_attention import MultiheadAttention
-from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from torch import Tensor, nn
 
 from quest_core import Cache
@@ -32,15 +31,15 @@ class Attention(HostAttention, MultiheadAttention):
 
     @classmethod
     def asks(cls, host: Any, path: str, model: nn.Module) -> Capabilities:
-        """Return what a module asks for: a decoder is causal, and its self-attention has a cache.
+        """Return what a module asks for: a decoder is causal, and has a cache of tokens unless they are an encoder's.
 
         Raises:
             UnsupportedError: self-attention of a decoder that also sees the encoder's tokens.
         """
         parent = model.get_submodule(path.rpartition(".")[0])
-        decodes = path != "" and isinstance(parent, TransformerDecoderLayerBase)
+        decodes = path != "" and any("DecoderLayer" in kind.__name__ for kind in type(parent).__mro__)
         cross = host.encoder_decoder_attention  # in a decoder of any kind, LightConv's for example
-        if decodes and not (host.self_attention or cross):
+        if decodes and getattr(parent, "cross_self_attention", False) and not cross:
             raise UnsupportedError(
                 f"'{path}': cross_self_attention joins encoder and decoder tokens, and the attention of such a decoder "
                 "cannot be replaced; leave the option out"
@@ -106,7 +105,9 @@ class Attention(HostAttention, MultiheadAttention):
         q = self._split(self.q_proj(query), self.num_heads)  # [B, H, T, D]
         weights: Tensor | None = None
         if incremental_state is not None and not self.encoder_decoder_attention:
-            out = self._step(q, query, key_padding_mask, incremental_state, attn_mask, dropout_p)
+            other = None if self.self_attention else key  # of the other channel of speech
+            given = (query, query) if other is None else (other, other if value is None else value)
+            out = self._step(q, given, key_padding_mask, incremental_state, attn_mask, dropout_p)
         else:
             k, v, padding = self._keys(query, key, value, key_padding_mask, incremental_state, static_kv)
             # The beams of a sentence share its keys: they are further queries of one sample.
@@ -117,7 +118,10 @@ class Attention(HostAttention, MultiheadAttention):
                 out, weights = self._with_weights(q, k, v, mask, causal, dropout_p)
                 weights = weights.unflatten(2, (beams, -1)).transpose(1, 2).flatten(0, 1)
             else:
-                out = self.mechanism(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout_p)
+                unit_keys = incremental_state is not None and self.mechanism.takes_unit_keys
+                out = self.mechanism(
+                    q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout_p, unit_keys=unit_keys
+                )
             out = out.unflatten(2, (beams, -1)).transpose(1, 2).flatten(0, 1)
         merged: Tensor = self.out_proj(out.permute(2, 0, 1, 3).flatten(2))  # [T, B, E]
         if weights is not None:
@@ -137,7 +141,10 @@ class Attention(HostAttention, MultiheadAttention):
         state: State | None,
         static_kv: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return k, v [B, G, S, D] of `key` and `value` [S, B, E], and their padding [B, S]. An encoder's are kept."""
+        """Return k, v [B, G, S, D] of `key` and `value` [S, B, E], and their padding [B, S]. An encoder's are kept.
+
+        Those that decoding keeps are unit vectors already where the mechanism makes them so.
+        """
         kept = self._get_input_buffer(state)
         if static_kv and kept:
             return kept["prev_key"], kept["prev_value"], kept["prev_key_padding_mask"]
@@ -148,13 +155,23 @@ class Attention(HostAttention, MultiheadAttention):
             padding = None if padding is None else padding[:: self.beam_size]
         k, v = self._split(self.k_proj(key), self.kv_heads), self._split(self.v_proj(value), self.kv_heads)
         if state is not None:
+            k = self.mechanism.score.key(k) if self.mechanism.takes_unit_keys else k
             self._set_input_buffer(state, {"prev_key": k, "prev_value": v, "prev_key_padding_mask": padding})
         return k, v, padding
 
     def _step(
-        self, q: Tensor, query: Tensor, padding: Tensor | None, state: State, attn_mask: Tensor | None, dropout_p: float
+        self,
+        q: Tensor,
+        given: tuple[Tensor, Tensor],
+        padding: Tensor | None,
+        state: State,
+        attn_mask: Tensor | None,
+        dropout_p: float,
     ) -> Tensor:
-        """Return one step of decoding by self-attention [B, H, T, D], from the new tokens and the cache."""
+        """Return one step of decoding [B, H, T, D], from the cache and the new tokens `given` [T, B, E] twice.
+
+        These are for keys and for values.
+        """
         if attn_mask is not None:
             raise InputError("a decoding step is causal by itself and takes no attn_mask")
         kept = self._get_input_buffer(state)
@@ -165,12 +182,12 @@ class Attention(HostAttention, MultiheadAttention):
             self._set_input_buffer(state, {"cache": cache})
         mask = None
         if padding is not None or "real" in cache:
-            batch, tokens = query.shape[1], query.shape[0]
-            earlier = cache["real"] if "real" in cache else query.new_ones(batch, len(cache), dtype=torch.bool)
-            new = query.new_ones(batch, tokens, dtype=torch.bool) if padding is None else ~padding.bool()
+            batch, tokens = q.shape[0], q.shape[2]
+            earlier = cache["real"] if "real" in cache else q.new_ones(batch, len(cache), dtype=torch.bool)
+            new = q.new_ones(batch, tokens, dtype=torch.bool) if padding is None else ~padding.bool()
             cache["real"] = torch.cat([earlier, new], dim=1)  # [B, tokens so far]
             mask = cache["real"][:, None, None]
-        k, v = self._split(self.k_proj(query), self.kv_heads), self._split(self.v_proj(query), self.kv_heads)
+        k, v = (self._split(made, self.kv_heads) for made in (self.k_proj(given[0]), self.v_proj(given[1])))
         return self.mechanism.decode(q, k, v, cache, attn_mask=mask, dropout_p=dropout_p)
 
     def reorder_incremental_state(self, incremental_state: State, new_order: Tensor) -> State | None:
@@ -181,6 +198,12 @@ class Attention(HostAttention, MultiheadAttention):
         if "cache" in kept:
             kept["cache"].reorder(new_order)
         return incremental_state
+
+    def _adaptive_prune_heads(self, *_: Any) -> None:
+        raise UnsupportedError(
+            f"--mha-heads-to-keep removes heads from attention '{self.config}', which was made for "
+            f"{self.num_heads}; prune the stock model, and inject quest into the result"
+        )
 
     def _visible(self, attn_mask: Tensor | None, padding: Tensor | None) -> tuple[Tensor | None, bool]:
         """Return one mask for fairseq's two, and whether `attn_mask` hides the future and nothing else."""
