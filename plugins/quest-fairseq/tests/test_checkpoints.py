@@ -67,6 +67,16 @@ def test_a_run_does_not_go_on_with_another_attention(tools: Tools, lm_data: Path
     assert attentions(tmp_path / "checkpoint_last.pt") == {"qnorm"}
 
 
+def test_a_run_does_not_go_on_with_an_optimizer_of_larger_projections(
+    tools: Tools, lm_data: Path, stock: Path, tmp_path: Path
+) -> None:
+    given = ["--attention", "quest+gqa(kv_heads=2)", "--attention-from", "standard", "--restore-file", stock]
+    given += ["--save-dir", tmp_path]
+    with pytest.raises(quest_core.CheckpointError, match=r"weights of \[16, 32\].*say --reset-optimizer"):
+        tools.train(lm_data, *given)
+    assert "num_updates=2" in tools.train(lm_data, *given, "--reset-optimizer", updates=2)
+
+
 def test_fine_tuning_a_stock_checkpoint(tools: Tools, lm_data: Path, stock: Path, tmp_path: Path) -> None:
     attention = "quest+gqa(kv_heads=2)"
     given = ["--attention", attention, "--finetune-from-model", stock, "--lr", "0"]
@@ -132,8 +142,16 @@ def test_an_average_is_the_mean_of_one_runs_weights(tools: Tools, lm_data: Path,
     first, second, mean = (torch.load(p, weights_only=False)["model"] for p in (one, two, tmp_path / "mean.pt"))
     key = "decoder.layers.0.self_attn.k_proj.weight"
     torch.testing.assert_close(mean[key], (first[key] + second[key]) / 2)
-    with pytest.raises(quest_core.CheckpointError, match="has attention 'quest' and .* 'qnorm'"):
+    with pytest.raises(quest_core.CheckpointError, match=r"attention_is_not_standard' is 'quest' in .* and 'qnorm' in"):
         averaging.average([one, tmp_path / "qnorm" / "checkpoint1.pt"])
+    state = torch.load(two, weights_only=False)
+    entries = [name for name in state["model"] if name.endswith(ENTRY)]
+    state["model"][entries[1]] = torch.load(tmp_path / "qnorm" / "checkpoint1.pt", weights_only=False)["model"][
+        entries[1]
+    ]
+    torch.save(state, tmp_path / "mixed.pt")
+    with pytest.raises(quest_core.CheckpointError, match=r"layers\.1.*' is 'quest' in .* and 'qnorm' in"):
+        averaging.average([one, tmp_path / "mixed.pt"])
     with pytest.raises(quest_core.CheckpointError, match="expected 9 checkpoints of epochs .*, found 2"):
         averaging.newest(tmp_path / "quest", 9)
 

@@ -10,6 +10,8 @@ from typing import ClassVar
 
 from torch import nn
 
+from quest_core.checkpoints import compare, encode
+from quest_core.config import AttentionConfig
 from quest_core.drafts import host_class
 from quest_core.errors import ConfigError
 from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, Site
@@ -26,6 +28,7 @@ class FairseqAdapter(Adapter):
 
     Args:
         parts: whose sites are meant, of `PARTS`.
+        done: modules that have their attention already, and are left out.
     """
 
     name: ClassVar[str] = "fairseq"
@@ -33,9 +36,9 @@ class FairseqAdapter(Adapter):
 
     replacements: ClassVar = {"fairseq.modules.multihead_attention.MultiheadAttention": Attention}
 
-    def __init__(self, parts: Iterable[str] = PARTS) -> None:
-        self.parts = frozenset(parts)
-        if self.parts != {*PARTS}:
+    def __init__(self, parts: Iterable[str] = PARTS, done: Iterable[nn.Module] = ()) -> None:
+        self.parts, self.done = frozenset(parts), frozenset(done)
+        if self.parts != {*PARTS} or self.done:
             self.leaves_alone = frozenset({"MultiheadAttention", "Attention"})  # type: ignore[misc]
 
     def replacement(self, module: nn.Module) -> type[HostAttention] | None:
@@ -45,7 +48,7 @@ class FairseqAdapter(Adapter):
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield the sites of `parts`."""
-        return (site for site in super().sites(model) if _part(site) in self.parts)
+        return (site for site in super().sites(model) if _part(site) in self.parts and site.module not in self.done)
 
     def change_host(self) -> None:
         """Register a model ``quest_...`` for each model of fairseq, and its presets; change fairseq."""
@@ -60,33 +63,59 @@ def _part(site: Site) -> str:
     return "cross" if asked.cross else "decoder" if asked.causal else "encoder"
 
 
-def put(asked: Asked, model: nn.Module) -> None:
+def put(asked: Asked, model: nn.Module, *, fresh: bool = True, part: bool = False) -> None:
     """Put into a model that fairseq has just built what its options ask for, and report it.
+
+    Args:
+        asked: the options.
+        model: its loaded parts may have their attention already.
+        fresh: fairseq has loaded nothing into the model but these parts.
+        part: `model` is one of them, and is not loaded yet.
 
     Raises:
         ConfigError: an option names a part that the model does not have.
+        CheckpointError: a part was trained with another attention.
         UnsupportedError, InjectionError: as `inject`.
     """
-    found = {_part(site) for site in FairseqAdapter().sites(model)}
-    for part in asked.named:
-        if part not in found:
+    sites = [*FairseqAdapter().sites(model)]
+    found = {_part(site) for site in sites}
+    for name in () if part else asked.named:
+        if name not in found:
             has = " and ".join(sorted(found)) or "no"
             raise ConfigError(
-                f"--attention-{part} (yaml: attention_{part}) is given, and {type(model).__name__} has {has} "
+                f"--attention-{name} (yaml: attention_{name}) is given, and {type(model).__name__} has {has} "
                 "attention; leave the option out"
             )
-    groups: dict[object, list[str]] = {}
-    for part in PARTS:
-        if part in found or not found:
-            groups.setdefault(asked.of[part], []).append(part)
-    options = {"fresh": True, "attention_from": asked.trained, "allow_partial": asked.allow_partial}
-    reports: list[Report] = []
+    held = {site.module: _fits(site, asked) for site in sites if hasattr(site.module, "mechanism")}
+    done = [module for module, fits in held.items() if fits]
+    groups: dict[AttentionConfig, list[str]] = {}
+    for name in PARTS:
+        if name in found or not found:
+            groups.setdefault(asked.of[name], []).append(name)
+    fresh = fresh or (bool(held) and len(done) == len(held))  # what was loaded is done
+    options = {"fresh": fresh, "attention_from": asked.trained, "allow_partial": asked.allow_partial}
+    reports = {path: vars(m)[REPORT] for path, m in model.named_modules() if done and REPORT in vars(m)}
+    rows = [replace(row, path=f"{path}.{row.path}") for path, r in reports.items() for row in r.replacements]
+    made: list[Report] = []
     for config, parts in groups.items():
-        adapter = FairseqAdapter(parts if len(groups) > 1 else PARTS)
-        reports.append(inject(model, config, adapter=adapter, **options)[1])  # type: ignore[arg-type]
-    if len(reports) > 1:
-        said = "; ".join(f"{' and '.join(parts)}: {config}" for config, parts in groups.items())
-        rows = tuple(row for report in reports for row in report.replacements)
-        left = tuple(path for path in reports[0].left_alone if all(path in report.left_alone for report in reports))
-        vars(model)[REPORT] = replace(reports[0], attention=said, replacements=rows, left_alone=left)
-    vars(model)[REPORT].announce()
+        adapter = FairseqAdapter(parts if len(groups) > 1 else PARTS, done)
+        if done and not any(True for _ in adapter.sites(model)):
+            continue
+        if not fresh and not held:
+            compare(None, config, asked.trained, " and ".join(parts), model)
+        made.append(inject(model, config, adapter=adapter, **options)[1])  # type: ignore[arg-type]
+    rows += [row for report in made for row in report.replacements]
+    known = {row.path for row in rows}
+    left = [path for path in made[0].left_alone if path not in known] if made else []
+    kinds = "; ".join(f"{' and '.join(parts)}: {config}" for config, parts in groups.items())
+    said = kinds if len(groups) > 1 else str(next(iter(groups)))
+    started = any(report.started for report in (*reports.values(), *made))
+    vars(model)[REPORT] = Report(said, tuple(rows), tuple(left), started)
+    if not part:
+        vars(model)[REPORT].announce()
+
+
+def _fits(site: Site, asked: Asked) -> bool:
+    """Return whether a site has the attention that is asked for; raises CheckpointError as a checkpoint of it would."""
+    entry = encode(site.module.mechanism.config)  # type: ignore[union-attr, arg-type]
+    return compare(entry, asked.of[_part(site)], asked.trained, site.path, site)

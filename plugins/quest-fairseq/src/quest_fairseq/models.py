@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from argparse import ArgumentParser
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,15 +19,29 @@ from fairseq.dataclass.utils import gen_parser_from_dataclass
 from hydra.core.config_store import ConfigStore
 from torch import nn
 
-from .config import Asked, Options, read
+from .config import Options, read
 
 PREFIX = "quest_"
+BUILDS: ContextVar[Build | None] = ContextVar("BUILDS", default=None)
+
+
+@dataclass
+class Build:
+    """A model that fairseq is building, into whose parts it may load checkpoints.
+
+    Attributes:
+        put: puts the attention into a part that is about to be loaded.
+        loads: a checkpoint was read for some other part.
+    """
+
+    put: Callable[[nn.Module], None]
+    loads: bool = False
 
 
 class WithAttention:
     """A fairseq model whose options name its attention."""
 
-    put: ClassVar[Callable[[Asked, nn.Module], None]]
+    put: ClassVar[Callable[..., None]]
 
     @classmethod
     def add_args(cls, parser: ArgumentParser) -> None:
@@ -43,18 +58,36 @@ class WithAttention:
             ConfigError: unknown mechanism or option; raised before fairseq builds anything.
             UnsupportedError: fairseq cannot honour the mechanism.
             InjectionError: the model has no attention that is known, or only a part of it is.
+            CheckpointError: fairseq loads a part of the model that was trained with another attention.
         """
         asked = read(args)
-        model = super().build_model(args, task)  # type: ignore[misc]
-        cls.put(asked, model)
+        build = Build(functools.partial(cls.put, asked, part=True))
+        outer = BUILDS.set(build)
+        try:
+            model = super().build_model(args, task)  # type: ignore[misc]
+        finally:
+            BUILDS.reset(outer)
+        cls.put(asked, model, fresh=not build.loads)
         return model
 
 
-def register(put: Callable[[Asked, nn.Module], None]) -> None:
+def load_part(stock: Callable[..., Any], component: nn.Module, *arguments: Any, **options: Any) -> Any:
+    """Load a pretrained encoder or decoder, into which the attention of the model has been put before."""
+    build = BUILDS.get()
+    if build is None:
+        return stock(component, *arguments, **options)
+    build.put(component)
+    loads = build.loads
+    loaded = stock(component, *arguments, **options)
+    build.loads = loads
+    return loaded
+
+
+def register(put: Callable[..., None]) -> None:
     """Register a model for each of fairseq's, and a preset for each of its presets, of the same name behind `PREFIX`.
 
     Args:
-        put: puts what options ask for into a model.
+        put: ``put(asked, model, fresh=..., part=...)`` puts what options ask for into a model.
     """
     for stock, kind in [*host.MODEL_REGISTRY.items()]:
         if not kind.__module__.startswith(("fairseq.models.", "fairseq.examples.")):

@@ -16,12 +16,14 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.logging.progress_bar import BaseProgressBar
 from fairseq.trainer import Trainer
 from omegaconf import DictConfig, open_dict
+from torch import Tensor
 
 from quest_core import AttentionMismatchWarning
-from quest_core.errors import ConfigError, one_of
+from quest_core.errors import CheckpointError, ConfigError, one_of
 from quest_core.hosts.patching import Patches
 
 from .config import OPTIONS, parse
+from .models import BUILDS, load_part
 from .watching import shorten, train_and_watch
 
 
@@ -30,6 +32,7 @@ def install(patches: Patches) -> None:
     patches.around(initialize, "add_defaults", _refuse_early, everywhere=True)
     patches.around(models, "build_model", _refuse_unread)
     patches.around(checkpoint_utils, "load_checkpoint_to_cpu", _reach_the_model)
+    patches.around(checkpoint_utils, "load_pretrained_component_from_model", load_part)
     patches.around(Trainer, "load_checkpoint", _resume_the_same)
     patches.around(Trainer, "train_step", train_and_watch)
     patches.around(BaseProgressBar, "_format_stats", shorten)
@@ -67,6 +70,8 @@ def _reach_the_model(stock: Callable[..., Any], path: str, arg_overrides: Any = 
     refuses them.
     """
     state = stock(path, arg_overrides, *others, **more)
+    if (build := BUILDS.get()) is not None:
+        build.loads = True
     overrides = arg_overrides or {}
     places = [place for place in (overrides, overrides.get("model")) if isinstance(place, dict)]
     given = {name: place[name] for place in places for name in OPTIONS if name in place}
@@ -87,7 +92,16 @@ def _resume_the_same(
     with warnings.catch_warnings():
         if not reset_optimizer:
             warnings.simplefilter("error", AttentionMismatchWarning)
-        return stock(self, filename, reset_optimizer, *others, **more)
+        loaded = stock(self, filename, reset_optimizer, *others, **more)
+    for weight, state in self.optimizer.optimizer.state.items() if self._optimizer is not None else ():
+        kept = next((x for x in state.values() if isinstance(x, Tensor) and x.dim() > 0), weight)
+        if kept.shape != weight.shape:
+            raise CheckpointError(
+                f"expected an optimizer of the model in {filename}, and its state has the shape {list(kept.shape)} for "
+                f"weights of {list(weight.shape)}: this attention has other projections; say --reset-optimizer, or "
+                "--finetune-from-model in place of --restore-file"
+            )
+    return loaded
 
 
 def _broadcast_structure(obj: Any, src_rank: int, group: Any, dist_device: torch.device) -> Any:

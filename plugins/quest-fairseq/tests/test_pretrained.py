@@ -1,0 +1,103 @@
+"""Parts that fairseq loads while it builds a model: --load-pretrained-encoder-from, and --w2v-path."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import USER_DIR, dictionary, options
+from fairseq import models, tasks
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.options import get_training_parser, parse_args_and_arch
+from omegaconf import OmegaConf
+
+import quest_core
+
+SIZES = ["embed-dim", "16", "ffn-embed-dim", "32", "attention-heads", "4", "layers", "1"]
+S2T = [*(f"--{part}-{x}" if i % 2 == 0 else x for part in ("encoder", "decoder") for i, x in enumerate(SIZES))]
+S2T += ["--conv-channels", "16"]
+SOUND = ["--conv-feature-layers", "[(16, 10, 5)] + [(16, 3, 2)]", "--final-dim", "8", *S2T[:8]]
+KEY = "encoder.transformer_layers.0.self_attn.k_proj.weight"
+WARNING = "trained with standard attention"
+
+
+def translator(arch: str, *arguments: str) -> Any:
+    args = options(arch, *S2T, *arguments)
+    vars(args).update(input_feat_per_channel=8, input_channels=1)
+    return models.build_model(args, SimpleNamespace(source_dictionary=dictionary(), target_dictionary=dictionary()))
+
+
+def saved(path: Path, model: Any, cfg: Any = None) -> str:
+    history = [{"num_updates": 1, "criterion_name": "", "best_loss": 1}]
+    args = None if cfg else options("s2t_transformer", *S2T)
+    torch.save(
+        {"model": model.state_dict(), "cfg": cfg, "args": args, "extra_state": {}, "optimizer_history": history}, path
+    )
+    return str(path)
+
+
+def listener(path: str, **given: Any) -> Any:
+    """A wav2vec 2.0 for fine-tuning, with the pretrained one at `path` in it."""
+    cfg = OmegaConf.structured(models.MODEL_DATACLASS_REGISTRY["quest_wav2vec_ctc"](w2v_path=path, data="", **given))
+    OmegaConf.set_struct(cfg, False)
+    cfg._name, cfg.ddp_backend, cfg.normalize = "quest_wav2vec_ctc", "c10d", False
+    return models.build_model(cfg, SimpleNamespace(target_dictionary=dictionary()))
+
+
+def pretrained(path: Path, arch: str, *arguments: str) -> str:
+    given = ["data", "--arch", arch, "--task", "audio_pretraining", "--user-dir", USER_DIR, *SOUND, *arguments]
+    cfg = convert_namespace_to_omegaconf(parse_args_and_arch(get_training_parser(), input_args=given))
+    return saved(path, tasks.setup_task(cfg.task).build_model(cfg.model), OmegaConf.to_container(cfg))
+
+
+def attentions(model: Any) -> set[str]:
+    return {str(module.mechanism.config) for module in model.modules() if hasattr(module, "mechanism")}
+
+
+@pytest.mark.parametrize("attention", ["quest", "qknorm-hs+gqa(kv_heads=2)", "quest(init=12)"])
+def test_an_encoder_of_the_same_attention_is_loaded(attention: str, tmp_path: Path) -> None:
+    trained = translator("quest_s2t_transformer", "--attention", attention)
+    path = saved(tmp_path / "speech.pt", trained)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", quest_core.AttentionMismatchWarning)
+        model = translator("quest_s2t_transformer", "--attention", attention, "--load-pretrained-encoder-from", path)
+    for name, weight in trained.encoder.state_dict().items():
+        assert torch.equal(model.encoder.state_dict()[name], weight)
+    assert [row.path.partition(".")[0] for row in model.attention_report.replacements] == ["encoder", *["decoder"] * 2]
+    assert model.attention_report.left_alone == ()
+
+
+def test_an_encoder_of_another_attention_is_refused_or_converted(tmp_path: Path) -> None:
+    stock = translator("s2t_transformer")
+    path = saved(tmp_path / "stock.pt", stock)
+    given = ["--load-pretrained-encoder-from", path]
+    with pytest.warns(quest_core.AttentionMismatchWarning, match=WARNING):
+        translator("quest_s2t_transformer", *given)
+    with pytest.raises(quest_core.CheckpointError, match="sets the norms of new projections"):
+        translator("quest_s2t_transformer", "--attention", "quest(init=12)", *given)
+    given += ["--attention", "quest+gqa(kv_heads=2)", "--attention-from", "standard"]
+    pooled = translator("quest_s2t_transformer", *given).state_dict()[KEY]
+    torch.testing.assert_close(pooled.view(2, 4, 16), stock.state_dict()[KEY].view(2, 2, 4, 16).mean(1))
+    path = saved(tmp_path / "qnorm.pt", translator("quest_s2t_transformer", "--attention", "qnorm"))
+    with pytest.raises(quest_core.CheckpointError, match="trained with attention 'qnorm'"):
+        translator("quest_s2t_transformer", "--load-pretrained-encoder-from", path)
+
+
+def test_a_pretrained_wav2vec_keeps_its_attention_or_is_compared(tmp_path: Path) -> None:
+    path = pretrained(tmp_path / "quest.pt", "quest_wav2vec2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", quest_core.AttentionMismatchWarning)
+        assert attentions(listener(path)) == {"quest"}
+    path = pretrained(tmp_path / "qnorm.pt", "quest_wav2vec2", "--attention", "qnorm")
+    with pytest.raises(quest_core.CheckpointError, match="trained with attention 'qnorm'"):
+        listener(path)
+    assert attentions(listener(path, attention_from="qnorm")) == {"quest"}
+    path = pretrained(tmp_path / "stock.pt", "wav2vec2")
+    with pytest.warns(quest_core.AttentionMismatchWarning, match=WARNING):
+        assert attentions(listener(path)) == {"quest"}
+    with pytest.raises(quest_core.QuestError, match="leave the option out"):
+        listener(path, attention="quest(init=12)")
