@@ -82,7 +82,7 @@ def compare(
         return True
     if config.initial_norms:
         raise CheckpointError(
-            f"'{path}': '{config}' sets the norms of new projections, and this checkpoint has trained ones of attention "
+            f"'{path}': '{config}' sets the norms of new projections, and the checkpoint has trained ones of attention "
             f"'{trained}'; leave the option out (quest_core.calibrate fits trained queries), or the checkpoint"
         )
     if attention_from is not None and attention_from.means(trained):
