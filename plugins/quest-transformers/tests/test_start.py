@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 from models import BERT, CLASSES, SEQ2SEQ_MODELS, build
 
-from quest_core import ConfigError, UnsupportedError
+from quest_core import CheckpointError, ConfigError, UnsupportedError
 from quest_transformers import TransformersAdapter
 
 STARTED = "quest(init=5, key_init=2)"
@@ -50,7 +50,7 @@ def test_each_role_starts_as_its_own_attention_says():
 
 def test_pretrained_weights_are_not_scaled(tmp_path):
     build("llama").save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="this model may be trained"):
+    with pytest.raises(CheckpointError, match="sets the norms of new projections"):
         hf.AutoModelForCausalLM.from_pretrained(
             tmp_path, attn_implementation="quest(init=5)", attention_from="standard"
         )
