@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import transformers as hf
 
-from quest_transformers.layers import is_attention
+from quest_transformers.anatomy import is_attention
 
 BERT = {
     "vocab_size": 50,

@@ -9,7 +9,7 @@ from models import CONFIGS, SITES, build, inputs
 import quest_core
 from quest_core.testing import AdapterConformance
 from quest_transformers import TransformersAdapter
-from quest_transformers.layers import is_attention, regroups
+from quest_transformers.anatomy import is_attention, regroups
 
 
 class Model(AdapterConformance):

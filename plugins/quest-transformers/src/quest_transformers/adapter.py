@@ -16,18 +16,8 @@ from quest_core.mechanism import head_sizes
 from quest_core.projections import Projected
 
 from . import configs, surfaces
-from .layers import (
-    Anatomy,
-    View,
-    examine,
-    is_attention,
-    prepares,
-    regroups,
-    replace,
-    turns,
-    unknown_keywords,
-    unscalable,
-)
+from .anatomy import Anatomy, examine, is_attention, regroups, turns, unscalable
+from .layers import View, prepares, replace, unknown_keywords
 
 _OWN = {
     "attn_logit_softcapping": "caps its logits, which is a part of its own softmax",

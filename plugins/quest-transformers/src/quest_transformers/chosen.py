@@ -17,10 +17,10 @@ from quest_core.hosts.sites import unknown_attention
 from quest_core.hosts.torch import TorchAdapter
 from quest_core.projections import Projected
 
+from .anatomy import is_attention, role
 from .choice import Choice
 from .configs import asked_by, asked_for, attention_of
 from .examples import Example
-from .layers import is_attention, role
 
 
 class Chosen(Adapter):

@@ -19,8 +19,9 @@ from quest_core.config import AttentionConfig
 from quest_core.errors import CheckpointError
 from quest_core.mechanism import Mechanism
 
+from .anatomy import is_attention, role
 from .configs import asked_by, asked_for
-from .layers import has_mechanism, is_attention, role
+from .layers import has_mechanism
 
 
 def fits(model: Any, stored: Mapping[str, Tensor], attention_from: AttentionConfig | None, load: object) -> bool:

@@ -20,8 +20,9 @@ from quest_core.drafts import draft
 from quest_core.errors import ConfigError, one_of
 from quest_core.hosts.patching import Patches
 
+from .anatomy import is_attention, role
 from .choice import ROLES, Choice
-from .layers import INTERFACE, NAMES, WHOLE_MASKS, is_attention, prepares, role
+from .layers import INTERFACE, NAMES, WHOLE_MASKS, prepares
 
 KEY = "attn_implementation"
 """The attribute of a config that holds the attention as text, and its key in config.json."""

@@ -7,11 +7,9 @@ with a `Mechanism` gets prepared queries and keys. Nothing else that the model d
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import math
-import textwrap
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +27,10 @@ from quest_core.hosts.sites import beyond_operands
 from quest_core.mechanism import Mechanism, head_sizes
 from quest_core.mechanisms.base import Score
 from quest_core.ops import hide_lowest
-from quest_core.projections import Projected, Projections, Separate
+from quest_core.projections import Projected
 
-from .caching import CACHES, OPTION, announce
+from .anatomy import Anatomy, examine, keywords, mend, takes_cache
+from .caching import OPTION, announce
 
 INTERFACE = "quest_transformers"
 """The name under which `mask` is registered with transformers, for mechanisms that take the place of its functions."""
@@ -41,65 +40,6 @@ WHOLE_MASKS = f"{INTERFACE}_whole_masks"
 
 NAMES = (INTERFACE, WHOLE_MASKS)
 """The names of our own functions, which say no attention."""
-
-SEPARATE = (
-    Separate("q_proj", "k_proj", "v_proj"),
-    Separate("query", "key", "value"),
-    Separate("q", "k", "v"),
-    Separate("q_lin", "k_lin", "v_lin"),
-)
-"""Projections of one role each: their heads can be reduced and scaled."""
-
-_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
-_HEAD_DIM = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "qk_head_dim")
-_DROPOUT = ("attention_dropout", "attn_dropout", "dropout", "dropout_prob", "dropout_p")
-
-
-@dataclass(frozen=True)
-class Anatomy:
-    """What an attention module of transformers is made of.
-
-    Attributes:
-        num_heads: query heads H.
-        kv_heads: key/value heads G of the host's own model.
-        head_dim: features D of a query/key head.
-        scaling: the host's factor on q·k.
-        role: "encoder", "decoder" or "cross"; see quest_transformers.choice.
-        dropout: on the attention weights, in training.
-        projections: where queries, keys and values are made, if each is a Linear of its own; else None.
-    """
-
-    num_heads: int
-    kv_heads: int
-    head_dim: int
-    scaling: float
-    role: str
-    dropout: float
-    projections: Projections | None
-
-
-def _named(module: nn.Module) -> tuple[str, ...]:
-    """The functions and attributes that the source of a module's forward names."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return () if code is None else code.co_names
-
-
-def turns(module: nn.Module) -> bool:
-    """Whether a module's forward turns queries and keys by their positions."""
-    return any(name.startswith("apply_rotary") for name in _named(module))
-
-
-def regroups(module: nn.Module) -> bool:
-    """Whether a module's forward reads from its key projection how many key/value heads there are."""
-    names = _named(module)  # T5 names its heads only for the position bias
-    counts = not hasattr(module, "has_relative_attention_bias") and not set(_HEADS).isdisjoint(names)
-    return not counts or any(name.startswith("num_key_value") for name in names)
-
-
-def is_attention(module: nn.Module) -> bool:
-    """Whether a module's forward calls the function that its config names."""
-    names = _named(module)
-    return "_attn_implementation" in names and "ALL_ATTENTION_FUNCTIONS" in names and hasattr(module, "config")
 
 
 def has_mechanism(model: nn.Module) -> bool:
@@ -112,94 +52,10 @@ def prepares(config: AttentionConfig) -> bool:
     return beyond_operands(config) is None
 
 
-def keywords(module: nn.Module) -> set[str]:
-    """The keywords that a module's forward hands to the function that its config names; {} if it has no source."""
-    try:
-        source = inspect.getsource(inspect.unwrap(type(module).forward))
-    except (OSError, TypeError):
-        return set()
-    nodes = list(ast.walk(ast.parse(textwrap.dedent(source))))
-    holders = {
-        target.id
-        for node in nodes
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
-        if any(isinstance(part, ast.Name) and part.id == "ALL_ATTENTION_FUNCTIONS" for part in ast.walk(node.value))
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-        if isinstance(target, ast.Name)
-    }
-    calls = (node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", None) in holders)
-    return {keyword.arg for call in calls for keyword in call.keywords if keyword.arg is not None}
-
-
 def unknown_keywords(module: nn.Module) -> list[str]:
     """The keywords of a module for its attention function that `attend_instead` neither reads nor may ignore."""
     read = inspect.signature(attend_instead).parameters
     return sorted(keywords(module) - set(read) - set(_REFUSED) - _IGNORED)
-
-
-def examine(module: Any) -> Anatomy:
-    """Read what an attention module is made of.
-
-    Raises:
-        UnsupportedError: the module does not say how many heads it has, or how wide they are.
-    """
-    heads = _first(module, _HEADS) or _first(module.config, _HEADS)
-    projections = next((each for each in SEPARATE if _is_separate(module, each)), None)
-    parts: tuple[Any, ...] = (None, None, None)
-    if projections is not None:
-        parts = tuple(getattr(module, name) for name, _ in projections.entries)
-    query, key, value = parts
-    head_dim = _first(module, _HEAD_DIM)
-    if head_dim is None and query is not None and heads:
-        head_dim = query.out_features // heads
-    if not isinstance(heads, int) or not isinstance(head_dim, int):
-        raise UnsupportedError(
-            f"{type(module).__name__} says neither in {', '.join(_HEADS)} how many heads it has nor in "
-            f"{', '.join(_HEAD_DIM)} how wide they are, so no attention can take its place"
-        )
-    if query is not None and (
-        query.out_features != heads * head_dim  # Qwen3-Next packs a gate
-        or key.out_features != value.out_features  # MiMo's values are wider
-    ):
-        projections = None
-    held = getattr(module, "mechanism", None)
-    if held is not None:
-        kv_heads = module.head_sizes.full.kv_heads
-    elif key is not None:
-        kv_heads = key.out_features // head_dim
-    else:
-        kv_heads = heads // getattr(module, "num_key_value_groups", 1)
-    drop = _first(module, _DROPOUT)
-    dropout = float(getattr(drop, "p", drop) or 0.0)
-    scaling = getattr(module, "scaling", None)
-    if not isinstance(scaling, int | float):  # TimesFM's is learned, and its forward has multiplied the queries by it
-        scaling = head_dim**-0.5
-    return Anatomy(heads, kv_heads, head_dim, scaling, role(module), dropout, projections)
-
-
-def _takes_cache(module: nn.Module) -> bool:
-    parameters = inspect.signature(type(module).forward).parameters
-    hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    takes = not parameters.keys().isdisjoint(CACHES)
-    return hands_on and takes and isinstance(getattr(module, "layer_idx", None), int)
-
-
-def _first(holder: Any, names: tuple[str, ...]) -> Any:
-    return next((value for name in names if (value := getattr(holder, name, None)) is not None), None)
-
-
-def _is_separate(module: nn.Module, projections: Projections) -> bool:
-    # Layers with adapters or quantized weights count too: core refuses to change those by name.
-    return all(hasattr(getattr(module, name, None), "out_features") for name, _ in projections.entries)
-
-
-def role(module: Any) -> str:
-    """Return what a module attends to: "encoder", "decoder" or "cross"; see quest_transformers.choice."""
-    causal = getattr(module, "is_causal", True)
-    named = getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
-    if named or (getattr(module, "is_decoder", False) and not causal):
-        return "cross"
-    return "decoder" if causal else "encoder"
 
 
 def replace(host: Any, config: AttentionConfig, *, fresh: bool) -> nn.Module:
@@ -224,9 +80,9 @@ def replace(host: Any, config: AttentionConfig, *, fresh: bool) -> nn.Module:
     if anatomy.projections is not None:
         anatomy.projections.shrink(made, made.head_sizes, fresh=fresh)
     made.register_load_state_dict_pre_hook(before_load)
-    if _mend(made) is not None:
+    if mend(made) is not None:
         made.register_forward_pre_hook(refuse_eager)
-    if _takes_cache(made):
+    if takes_cache(made):
         made.register_forward_pre_hook(announce, with_kwargs=True)
     if hasattr(host, "num_key_value_groups"):
         made.num_key_value_groups = anatomy.num_heads // made.head_sizes.kv_heads
@@ -245,16 +101,6 @@ class View(Projected):
         made.__dict__.update(vars(module))
         made.config, made.projections = module.mechanism.config, examine(module).projections
         return made  # type: ignore[no-any-return]
-
-
-def unscalable(module: nn.Module) -> str | None:
-    """Return why no factor on the projections of an attention module scales its queries and keys, or None."""
-    norms = [name for name, _ in module.named_children() if "norm" in name]
-    if norms:
-        return f"they are normalized after their projections ({', '.join(norms)})"
-    if examine(module).projections is None:
-        return "its projections are not Linear layers of one role each"
-    return None
 
 
 def before_load(module: Any, state_dict: Any, prefix: str, *arguments: Any) -> None:
@@ -446,21 +292,13 @@ def refuse(module: Any, *arguments: Any, **options: Any) -> Any:
     )
 
 
-def _mend(module: Any) -> str | None:
-    """Return what to change in a module that computes eager attention without AttentionInterface; None for others."""
-    if "get_interface" not in _named(module):  # code for transformers 4, which calls it by a name of its own
-        return "let its forward call ALL_ATTENTION_FUNCTIONS.get_interface"
-    written_out = getattr(module, "reorder_and_upcast_attn", False)  # GPT-2
-    return "build the model with reorder_and_upcast_attn=False" if written_out else None
-
-
 def refuse_eager(module: Any, arguments: Any) -> None:
     """Raise UnsupportedError if a module computes eager attention without AttentionInterface; a Monitor misses it."""
     if module.config._attn_implementation != "eager":
         return
     why = (
         f"{type(module).__name__} asks AttentionInterface for every function but eager attention, which "
-        f"'{module.mechanism.config}' therefore cannot reach; use set_attn_implementation('sdpa'), or {_mend(module)}"
+        f"'{module.mechanism.config}' therefore cannot reach; use set_attn_implementation('sdpa'), or {mend(module)}"
     )
     if not module.rules.untouched:
         raise UnsupportedError(why)

@@ -25,12 +25,13 @@ from quest_core.hosts.patching import Patches
 from quest_core.mechanism import Mechanism
 
 from . import configs
+from .anatomy import is_attention
 from .caching import LAYERS, keep_unit_keys
 from .choice import Choice
 from .chosen import fulfil
 from .comparing import entries_in, fits, load_mechanisms, take_unexpected, verify
 from .configs import KEY, as_text, asked_by, attention_of, interface_of, parse, parts_of
-from .layers import INTERFACE, NAMES, WHOLE_MASKS, dispatch, has_mechanism, is_attention, mask, refuse, whole_mask
+from .layers import INTERFACE, NAMES, WHOLE_MASKS, dispatch, has_mechanism, mask, refuse, whole_mask
 
 
 @dataclass
