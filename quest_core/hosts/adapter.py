@@ -262,21 +262,6 @@ def sections(config: Any, path: str = "") -> Iterator[tuple[str, Mapping[str, An
         yield from sections(inner, f"{path}.{name}".lstrip("."))
 
 
-def refuse_arguments(module: nn.Module, **given: Any) -> None:
-    """Raise UnsupportedError if a call gives a replacement an argument that it does not use.
-
-    Args:
-        module: the replacement.
-        given: the arguments by name; None and False count as not given.
-    """
-    for name, value in given.items():
-        if value is not None and value is not False:
-            raise UnsupportedError(
-                f"{type(module).__name__} was given {name}, which it does not use yet; use it in its forward, or call "
-                "the model without it"
-            )
-
-
 class Adapter(ABC):
     """The answers of a plugin about its host. Most list `replacements` and inherit the rest."""
 
