@@ -89,6 +89,13 @@ def test_the_tests_of_a_variant_exist() -> None:
     assert set(NUMBERS) <= vars(AdapterConformance).keys()
 
 
+def test_a_base_class_that_refuses_nothing_drops_no_test_of_those_that_inherit() -> None:
+    name = "test_what_the_host_cannot_honour_is_refused_by_name"
+    base = type("Base", (AdapterConformance,), {"adapter": ToyAdapter()})
+    assert getattr(base, name) is None
+    assert getattr(type("Inherits", (base,), {"refused": ("linear",)}), name) is vars(AdapterConformance)[name]
+
+
 def test_the_suite_catches_a_silent_fallback() -> None:
     class Broken(FusedAttention):
         """The worst bug that this project can have: it returns the host's own attention."""
