@@ -236,6 +236,13 @@ def rate(dropout: Any) -> float:
     return float(getattr(dropout, "p", dropout))
 
 
+def moves(config: AttentionConfig) -> str | None:
+    """Return why windows and stages, in which tokens move, cannot honour `config`, or None."""
+    if any(part.chained for part in config.components):
+        return f"'{config}' compares the tokens of each layer with those of the one before, which differ here"
+    return None
+
+
 def window_bias(bias: Tensor, mask: Tensor | None, batch: int) -> Tensor:
     """Return the bias of shifted windows (Swin) with the pairs hidden that the shift has brought together.
 

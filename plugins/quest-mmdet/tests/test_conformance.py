@@ -98,7 +98,7 @@ class Backbone(AdapterConformance):
 
 class TestSwin(Backbone):
     sites = 4
-    refused = ("linear",)
+    refused = ("linear", "elliptical-quest")
     config: ClassVar[dict[str, Any]] = {
         "type": "SwinTransformer", "embed_dims": 16, "patch_size": 2, "window_size": 4, "depths": (2, 2),
         "num_heads": (4, 4), "strides": (2, 2), "out_indices": (0, 1), "attn_drop_rate": 0.1,

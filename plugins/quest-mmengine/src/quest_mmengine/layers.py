@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quest_core.config import AttentionConfig
 from quest_core.drafts import draft
-from quest_core.hosts.adapter import Capabilities, HostAttention, window_bias
+from quest_core.hosts.adapter import Capabilities, HostAttention, moves, window_bias
 from quest_core.hosts.torch import TorchAttention
 from quest_core.projections import Packed, Projections
 
@@ -135,6 +135,11 @@ class PackedAttention(HostAttention):
 
 class WindowAttention(PackedAttention):
     """For Swin's attention inside windows, of which each host has a class of its own."""
+
+    @classmethod
+    def refuses(cls, host: Any, path: str, config: AttentionConfig) -> str | None:
+        """Refuse what compares layers too, because every second one shifts its windows."""
+        return moves(config) or super().refuses(host, path, config)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Windows [B·W, N, E] and a mask [W, N, N], 0 or Swin's −100, which hides -> [B·W, N, E]."""

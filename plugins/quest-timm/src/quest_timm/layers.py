@@ -20,7 +20,7 @@ from timm.models import beit, cait, crossvit, eva, swin_transformer
 from torch import Tensor, nn
 
 from quest_core.config import AttentionConfig
-from quest_core.hosts.adapter import Capabilities, HostAttention, window_bias
+from quest_core.hosts.adapter import Capabilities, HostAttention, moves, window_bias
 from quest_core.projections import Packed, Separate
 
 
@@ -84,13 +84,6 @@ def makes_angles(model: nn.Module) -> bool:
 def normalizes(module: nn.Module) -> bool:
     """Return whether a norm follows the projections of queries and keys (``qk_norm=True``)."""
     return not isinstance(getattr(module, "q_norm", None), nn.Identity | NoneType)
-
-
-def moves(config: AttentionConfig) -> str | None:
-    """Return why windows and stages, in which tokens move, cannot honour `config`, or None."""
-    if any(part.chained for part in config.components):
-        return f"'{config}' compares the tokens of each layer with those of the one before, which differ here"
-    return None
 
 
 class Attention(Replacement, timm_attention.Attention):
