@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from torch_geometric.explain.algorithm.utils import set_masks
 from torch_geometric.nn import GATConv, GPSConv, TransformerConv
 
 import quest_core
@@ -99,6 +102,16 @@ def test_a_checkpoint_of_another_attention_is_an_error() -> None:
     with pytest.warns(quest_core.AttentionMismatchWarning):
         other.load_state_dict(stock, strict=False)
     conv.load_state_dict(quest)
+
+
+def test_masks_of_explanations_act_on_copies_too() -> None:
+    torch.manual_seed(0)
+    x, pairs = torch.randn(5, 6), torch.randint(5, (2, 12))
+    conv, _ = quest_core.inject(TransformerConv(6, C, H), "quest")
+    for layer in (copy.deepcopy(conv), conv):  # a copy makes the fast path of its class again
+        plain = layer(x, pairs)
+        set_masks(layer, torch.full((12,), -50.0), pairs)
+        assert not torch.allclose(layer(x, pairs), plain)
 
 
 @pytest.mark.parametrize("attention", ["standard", "quest"])

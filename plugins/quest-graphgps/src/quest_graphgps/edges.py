@@ -38,6 +38,9 @@ class EdgeAttention(HostAttention, TransformerConv):  # type: ignore[misc]
                 return f"'{part.name}' needs all keys of a query, and here it meets those of its edges one by one"
         return None
 
+    def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
+        """Keep what the host's class has; a copy would take its fast propagate for the one that masks, to explain."""
+
     def message(
         self,
         query_i: Tensor,
