@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -19,6 +20,7 @@ import quest_core
 from devtools.logits import check, recorded, scalars
 from devtools.wrong import WRONG
 from quest_core.errors import CheckpointError, ConfigError, InjectionError, UnsupportedError
+from quest_core.hosts.adapter import HostAttention
 from quest_mmdet.adapter import TYPES, MmdetAdapter
 from quest_suites.mmdet import objects
 
@@ -170,14 +172,25 @@ def test_the_training_loss_of_standard_is_mmdets() -> None:
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("attention", ["qknorm", "elliptical-quest"])
-def test_init_weights_of_detr_leaves_a_mechanism_its_start(attention: str) -> None:
+@pytest.mark.parametrize("injected", [False, True])
+@pytest.mark.parametrize("attention", ["qknorm", "quest(init=12)"])
+def test_init_weights_of_detr_leaves_a_mechanism_its_start(attention: str, injected: bool) -> None:
     """DETR draws every parameter of its Transformer that has two axes."""
-    model = MODELS.build(without_dropout(small(DETR, type="quest_mmdet.DETR", attention=attention)))
-    parts = [part for part in model.modules() if isinstance(part, quest_core.Mechanism)]
-    before = [[own.detach().clone() for own in part.parameters()] for part in parts]
+    given = {} if injected else {"type": "quest_mmdet.DETR", "attention": attention}
+    model = MODELS.build(without_dropout(small(DETR, **given)))
+    if injected:
+        quest_core.inject(model, attention, fresh=True)
+    model = copy.deepcopy(model)
+    parts = [part for part in model.modules() if isinstance(part, HostAttention)]
+
+    def start() -> list[Any]:
+        norms = [part.projections.norms(part, part.head_sizes, "q") for part in parts if "init" in attention]
+        return [[own.detach().clone() for own in part.mechanism.parameters()] for part in parts] + norms
+
+    before, drawn = start(), model.encoder.layers[0].ffn.layers[1].weight.clone()
     model.init_weights()
-    torch.testing.assert_close([[own.detach() for own in part.parameters()] for part in parts], before)
+    torch.testing.assert_close(start(), before)
+    assert not torch.equal(model.encoder.layers[0].ffn.layers[1].weight, drawn)
 
 
 def test_init_detector_refuses_a_key_that_nothing_reads(data: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ names of the parameters are the host's. Any other `attention` in a config is an 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,12 +19,14 @@ from typing import Any, ClassVar
 from mmengine.analysis import complexity_analysis
 from mmengine.analysis.jit_handles import get_shape
 from mmengine.logging import MMLogger
+from mmengine.model import BaseModule
 from mmengine.registry import Registry
 from mmengine.runner import FlexibleRunner, Runner, checkpoint
 from torch import nn
 
 from quest_core.checkpoints import ENTRY, CheckpointGuard, unexpected_entry
 from quest_core.config import AttentionConfig
+from quest_core.drafts import draft
 from quest_core.errors import ConfigError
 from quest_core.hosts.adapter import Adapter, HostAttention, sections
 from quest_core.hosts.inject import KEYS, REPORT, Request, rehearse
@@ -89,6 +92,12 @@ class MmengineAdapter(Adapter):
         counted = complexity_analysis._DEFAULT_SUPPORTED_FLOP_OPS
         self.patches.once(FUSED, lambda: counted.update({FUSED: _count_fused}), lambda: counted.pop(FUSED, None))
         self.forward_notices(MMLogger.get_current_instance)
+
+    def connect(self, model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
+        """Have `init_weights`, which Runners call later, keep what belongs to the attention."""
+        for module in _initialized(model):
+            if any(inner in drafts for inner in module.modules()):
+                drafts.setdefault(module, draft(module)).init_weights = functools.partial(_init_weights, module)
 
     @classmethod
     def offered(cls, config: Any, at: str = "") -> Iterator[tuple[str, Mapping[str, Any], str]]:
@@ -188,28 +197,38 @@ class Accepts:
         if request is not None:
             self.adapter().apply(request, self)
 
-    def init_weights(self) -> None:
-        """Initialize as the host does, and then set the initial norms that the attention asks for.
-
-        Projections that the host has loaded (``init_cfg=dict(type="Pretrained")``) are not changed. DETR-like models
-        draw every parameter of their Transformer; those of a mechanism keep their values.
-        """
-        parts = [part for part in self.modules() if isinstance(part, HostAttention)]  # type: ignore[attr-defined]
-        kept = [[own.detach().clone() for own in part.mechanism.parameters()] for part in parts]
-        loaded: set[HostAttention] = set()
-        hooks = [part.register_load_state_dict_pre_hook(lambda part, *_: loaded.add(part)) for part in parts]
-        super().init_weights()  # type: ignore[misc]
-        for part, values, hook in zip(parts, kept, hooks, strict=True):
-            hook.remove()
-            if part not in loaded:
-                init_norms(part)
-                for own, value in zip(part.mechanism.parameters(), values, strict=True):
-                    own.data.copy_(value)
-
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "cfg":  # `init_model` and `init_detector` set the whole Config
             self.adapter.check(value, self)
         super().__setattr__(name, value)
+
+
+def _initialized(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules whose `init_weights` no other one calls."""
+    if isinstance(model, BaseModule):
+        yield model
+    else:
+        for child in model.children():
+            yield from _initialized(child)
+
+
+def _init_weights(model: Any) -> None:
+    """Initialize a model as its class does, and then set the initial norms that the attention asks for.
+
+    Projections that the host has loaded (``init_cfg=dict(type="Pretrained")``) are not changed. DETR-like models draw
+    every parameter of their Transformer; those of a mechanism keep their values.
+    """
+    parts = [part for part in model.modules() if isinstance(part, HostAttention)]
+    kept = [[own.detach().clone() for own in part.mechanism.parameters()] for part in parts]
+    loaded: set[HostAttention] = set()
+    hooks = [part.register_load_state_dict_pre_hook(lambda part, *_: loaded.add(part)) for part in parts]
+    type(model).init_weights(model)
+    for part, values, hook in zip(parts, kept, hooks, strict=True):
+        hook.remove()
+        if part not in loaded:
+            init_norms(part)
+            for own, value in zip(part.mechanism.parameters(), values, strict=True):
+                own.data.copy_(value)
 
 
 def _count_fused(inputs: Any, outputs: Any) -> int:

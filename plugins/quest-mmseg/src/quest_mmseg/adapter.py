@@ -145,7 +145,10 @@ class MmsegAdapter(MmengineAdapter):
         return super().refusal(site, config)
 
     def connect(self, model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
-        """Set the grid of families that have one at each call, because crops and images differ in size."""
+        """Set the grid of families that have one at each call, because crops and images differ in size.
+
+        And keep the attention in `init_weights`.
+        """
         hosts: list[Any] = list(model.modules())
         backbones = [host for host in hosts if _host_name(host, GRID[:1])]
         trained = next(((b.img_size[0] // b.patch_size, b.img_size[1] // b.patch_size) for b in backbones), None)
@@ -153,6 +156,7 @@ class MmsegAdapter(MmengineAdapter):
             _connect(drafts, host, host.patch_embed, _patches, trained, prefix=int(host.with_cls_token))
         for host in (host for host in hosts if _host_name(host, GRID[1:])):
             _connect(drafts, host, host, _head, trained, prefix=int(host.num_classes), last=int(host.num_classes))
+        super().connect(model, drafts)
 
 
 def _connect(
