@@ -18,7 +18,7 @@ from torch_geometric.graphgym.checkpoint import load_ckpt, save_ckpt
 from torch_geometric.graphgym.config import cfg, load_cfg, set_cfg
 from torch_geometric.graphgym.logger import set_printing
 from torch_geometric.graphgym.model_builder import create_model
-from torch_geometric.nn import GPSConv
+from torch_geometric.nn import GPSConv, TransformerConv
 
 import quest_core
 from devtools.running import python
@@ -44,6 +44,17 @@ def test_gps_conv_takes_attention_in_attn_kwargs() -> None:
     assert str(positional.attn.config) == "qnorm"
     assert repr(conv) == "GPSConv(16, conv=None, heads=4, attn_type=quest)"
     conv.reset_parameters()
+
+
+def test_gps_conv_leaves_the_conv_that_it_is_given() -> None:
+    conv = TransformerConv(16, 8, heads=2)
+    before = conv.lin_query.weight.clone()
+    made = GPSConv(16, conv, heads=4, attn_kwargs={"attention": "quest+sigmoid"})  # which no TransformerConv can have
+    made = GPSConv(16, conv, heads=4, attn_kwargs={"attention": "quest(init=12)"})
+    assert made.conv is conv
+    assert type(conv) is TransformerConv
+    assert torch.equal(conv.lin_query.weight, before)
+    assert [r.path for r in made.attention_report.replacements] == ["attn"]
 
 
 def test_gps_conv_without_attention_is_untouched() -> None:

@@ -90,7 +90,11 @@ def _accept_attention(adapter: Adapter, stock: Callable[..., None], self: Any, *
         given.arguments["attn_kwargs"] = {name: x for name, x in attn_kwargs.items() if name not in KEYS}
     stock(*given.args, **given.kwargs)
     if request:
-        inject(self, **vars(request), adapter=adapter, fresh=True)
+        conv, self.conv = self.conv, None  # the caller's own, which may be trained
+        try:
+            inject(self, **vars(request), adapter=adapter, fresh=True)
+        finally:
+            self.conv = conv
 
 
 def _show_attention(stock: Callable[..., str], self: Any) -> str:
