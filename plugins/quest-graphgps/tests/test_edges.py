@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from torch_geometric.explain.algorithm.utils import set_masks
 from torch_geometric.nn import GATConv, GPSConv, TransformerConv
 
@@ -102,6 +103,21 @@ def test_a_checkpoint_of_another_attention_is_an_error() -> None:
     with pytest.warns(quest_core.AttentionMismatchWarning):
         other.load_state_dict(stock, strict=False)
     conv.load_state_dict(quest)
+
+
+@pytest.mark.parametrize("attention", ["quest(init=12)", "qknorm"])
+def test_a_reset_starts_the_attention_again(attention) -> None:
+    """Between folds, and in copies that to_hetero makes."""
+    conv, _ = quest_core.inject(TransformerConv(6, C, H), attention, fresh=True)
+    start = [p.detach().clone() for p in conv.mechanism.parameters()]
+    norms = conv.projections.norms(conv, conv.head_sizes, "q")
+    with torch.no_grad():
+        for parameter in conv.parameters():
+            parameter.mul_(3)
+    conv.reset_parameters()
+    torch.testing.assert_close(list(conv.mechanism.parameters()), [nn.Parameter(p) for p in start])
+    if "init" in attention:
+        torch.testing.assert_close(conv.projections.norms(conv, conv.head_sizes, "q"), norms)
 
 
 def test_masks_of_explanations_act_on_copies_too() -> None:

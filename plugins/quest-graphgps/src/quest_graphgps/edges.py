@@ -11,7 +11,7 @@ from torch_geometric.utils import softmax
 
 from quest_core.config import AttentionConfig
 from quest_core.hosts.adapter import Capabilities, HostAttention
-from quest_core.projections import Separate
+from quest_core.projections import Separate, init_norms
 
 
 class EdgeAttention(HostAttention, TransformerConv):  # type: ignore[misc]
@@ -37,6 +37,12 @@ class EdgeAttention(HostAttention, TransformerConv):  # type: ignore[misc]
             if part.reads or not part.leaves_softmax():
                 return f"'{part.name}' needs all keys of a query, and here it meets those of its edges one by one"
         return None
+
+    def reset_parameters(self) -> None:
+        """Start the parameters as TransformerConv does, and those of the mechanism."""
+        super().reset_parameters()
+        self.mechanism.reset_parameters()
+        init_norms(self)
 
     def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
         """Keep what the host's class has; a copy would take its fast propagate for the one that masks, to explain."""
