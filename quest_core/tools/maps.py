@@ -88,6 +88,8 @@ class _Maps(Monitor):
 class _Map(Layer):
     """The weights of each call of one mechanism."""
 
+    whole = True
+
     def __init__(self, mechanism: Mechanism, queries: Queries) -> None:
         super().__init__(mechanism, every=1, logits=True)
         self.maps: list[Tensor] = []

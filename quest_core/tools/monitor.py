@@ -6,7 +6,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -306,6 +306,9 @@ class _Hook:
 
 class Layer:
     """What has been seen of one mechanism since the last `take`, kept on the mechanism's device."""
+
+    whole: ClassVar[bool] = False
+    """Whether it must see the samples of a batch in one call and in their order, so that a host may not pack them."""
 
     def __init__(self, mechanism: Mechanism, every: int, logits: bool) -> None:
         self.every, self.logits, self.calls, self.in_evaluation = every, logits, 0, True

@@ -155,3 +155,13 @@ def test_empty_graphs_are_finite(spec, sizes, training) -> None:
         result, weights = attn.train(training)(dense, dense, dense, key_padding_mask=hidden)
         assert result.isfinite().all()
         assert weights.isfinite().all()
+
+
+def test_maps_are_of_the_batch_that_the_host_pads(packed) -> None:
+    one = model("quest").eval()
+    one(*inputs(RAGGED))
+    assert packed
+    maps = quest_core.attention_maps(one, inputs(RAGGED))
+    assert list(maps) == [r.path for r in one.attention_report.replacements]
+    for weights in maps.values():
+        assert (weights[:, 0, 0] > 0).sum(-1).tolist() == list(RAGGED)

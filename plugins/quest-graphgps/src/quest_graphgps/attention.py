@@ -44,8 +44,9 @@ class GraphAttention(TorchAttention):
         plain = self.batch_first and x.dim() == 3 and not x.is_nested and self.in_proj_weight is not None
         extended = self.bias_k is not None or self.add_zero_attn
         keeps_stream = self.training and self.dropout > 0 and self.mechanism.is_standard
+        whole = any(layer.whole for layer in self.mechanism.monitor or ())
         known = hidden.dtype == torch.bool and is_eager() and may_read(hidden, waits=True)
-        return plain and known and self.packing != "never" and not (extended or keeps_stream)
+        return plain and known and not whole and self.packing != "never" and not (extended or keeps_stream)
 
     def _packed(self, x: Tensor, real: Tensor, plan: PackingPlan) -> Tensor:
         """Return [B, N, E] of x [B, N, E], computed only at the real nodes and zero elsewhere."""
