@@ -130,5 +130,7 @@ def test_san_takes_the_one_key() -> None:
         assert not torch.allclose(found, want)
     with pytest.raises(UnsupportedError, match="text_encoder.* other keys are hidden from each query"):
         san("linear")
+    with pytest.raises(UnsupportedError, match="text_encoder.* cannot be causal"):
+        san("quest+sinkhorn")
     with pytest.raises(UnsupportedError, match="with cross_attn=True SAN reads the raw weights"):
         san("quest", cross_attn=True)

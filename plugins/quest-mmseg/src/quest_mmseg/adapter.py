@@ -125,6 +125,7 @@ class MmsegAdapter(MmengineAdapter):
             asked = replace(
                 asked,
                 ordered=not (sets or decoder),  # object queries are a set
+                causal=any(_host_name(parent, ("CLIPTextEncoder",)) for parent in parents),
                 cross=decoder and path.endswith("cross_attn"),
                 narrows_keys=any(_host_name(parent, GRID) for parent in parents),
             )
