@@ -16,6 +16,7 @@ from mmseg.registry import MODELS
 from mmseg.structures import SegDataSample
 from torch import Tensor
 
+from quest_core import inject
 from quest_core.errors import UnsupportedError
 
 CONFIGS = Path(mmseg.__file__).parent / ".mim" / "configs"
@@ -134,3 +135,13 @@ def test_san_takes_the_one_key() -> None:
         san("quest+sinkhorn")
     with pytest.raises(UnsupportedError, match="with cross_attn=True SAN reads the raw weights"):
         san("quest", cross_attn=True)
+
+
+def test_what_san_masks_is_hidden_completely() -> None:
+    """SAN adds −100 to the logits of its own tokens, which would be visible to other normalizers than softmax."""
+    recognition, _ = inject(san(None).decode_head.rec_with_attnbias, "sinkhorn")
+    layer = recognition.layers[0].attentions[0]
+    x, mask = torch.randn(9, 1, 48), torch.zeros(4, 9, 9)
+    mask[..., :5] = -100
+    hidden = mask.masked_fill(mask < 0, -torch.inf)
+    assert torch.equal(layer(x, attn_mask=mask), layer(x, attn_mask=hidden))

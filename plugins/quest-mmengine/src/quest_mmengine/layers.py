@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 from mmcv.cnn.bricks.transformer import MultiheadAttention as HostMultiheadAttention
@@ -19,9 +20,11 @@ class Attention(TorchAttention):
 
     Attributes:
         class_tokens: tokens off the grid at the end of the sequence, as in Segmenter's head, if the family has a grid.
+        hidden: the number that hides in additive masks of the host, besides −inf.
     """
 
     class_tokens: int = 0
+    hidden: float = -math.inf
 
     def forward(  # type: ignore[override]  # mmcv gives no other arguments
         self,
@@ -35,6 +38,8 @@ class Attention(TorchAttention):
         axis = 1 if self.batch_first else 0
         if self.class_tokens:  # a family on a grid requires the tokens off it first
             query = key = value = query.roll(self.class_tokens, axis)
+        if attn_mask is not None and self.hidden > -math.inf:
+            attn_mask = attn_mask.masked_fill(attn_mask == self.hidden, -math.inf)
         out, _ = super().forward(query, key, value, key_padding_mask, need_weights=False, attn_mask=attn_mask)
         return out.roll(-self.class_tokens, axis) if self.class_tokens else out, None
 

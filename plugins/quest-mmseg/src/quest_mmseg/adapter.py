@@ -56,6 +56,8 @@ REFUSED = {
 
 MASKED = re.compile(r"(^|\.)(text_encoder|rec_with_attnbias)\.")
 """Paths of SAN's attention, with a mask for each query."""
+SAN_HIDES = -100.0
+"""The number in the masks of SAN at pairs that may not see each other."""
 
 TYPES = frozenset(
     (
@@ -155,6 +157,9 @@ class MmsegAdapter(MmengineAdapter):
         trained = next(((b.img_size[0] // b.patch_size, b.img_size[1] // b.patch_size) for b in backbones), None)
         for host in backbones:
             _connect(drafts, host, host.patch_embed, _patches, trained, prefix=int(host.with_cls_token))
+        for host in (host for host in hosts if _host_name(host, ("RecWithAttnbias",))):
+            for module in (module for module in host.modules() if module in drafts):
+                drafts[module].attn.hidden = SAN_HIDES
         for host in (host for host in hosts if _host_name(host, GRID[1:])):
             _connect(drafts, host, host, _head, trained, prefix=int(host.num_classes), last=int(host.num_classes))
         super().connect(model, drafts)
