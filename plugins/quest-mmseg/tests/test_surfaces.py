@@ -119,19 +119,18 @@ def test_hosts_do_not_draw_the_parameters_of_a_mechanism():
 
 
 def test_pretrained_weights_are_not_scaled(tmp_path):
-    stock = build()
-    torch.save(stock.backbone.state_dict(), tmp_path / "vit.pth")
+    trained = build(attention="quest")
+    torch.save(trained.backbone.state_dict(), tmp_path / "vit.pth")
     config = segmenter()
     config.backbone.update(
         type="quest_mmseg.VisionTransformer",
         attention="quest(init=3)",
-        attention_from="standard",
         init_cfg={"type": "Pretrained", "checkpoint": str(tmp_path / "vit.pth")},
     )
     model = MODELS.build(config)
     model.init_weights()
     weight = "layers.0.attn.attn.in_proj_weight"
-    assert torch.equal(model.backbone.get_parameter(weight), stock.backbone.get_parameter(weight))
+    assert torch.equal(model.backbone.get_parameter(weight), trained.backbone.get_parameter(weight))
 
 
 def test_attention_at_the_top_level_of_a_config_is_refused():
