@@ -680,6 +680,59 @@ def test_another_path_through_the_forward_is_an_error() -> None:
         model(x, fused=False)
 
 
+class Scaled(nn.Module):
+    """Multiplies queries and keys before the call, by factors whose product with `scale` is 1/√D."""
+
+    def __init__(self, of_q: float, of_k: float, scale: float | None, normed: bool = False, flex: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.of_q, self.of_k, self.scale = nn.Linear(16, 48), of_q, of_k, scale
+        self.normed, self.flex = normed, flex
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (split(y, 4) for y in self.qkv(x).chunk(3, -1))
+        q = F.normalize(q, dim=-1) if self.normed else q
+        if self.of_q != 1:
+            q = q * self.of_q
+        k = k if self.of_k == 1 else k * self.of_k
+        if self.flex:
+            return flex.flex_attention(q, k, v, scale=self.scale)
+        return F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+
+
+@pytest.mark.parametrize("attention", ["quest", "qnorm", "sigmoid", "quest+sinkhorn", "linear"])
+@pytest.mark.parametrize(("of_q", "of_k", "scale"), [(0.5, 1, 1.0), (2**-0.5, 2**-0.5, 1.0), (1, 0.5, 1.0)])
+def test_a_scale_that_the_host_puts_on_queries_or_keys_is_undone(
+    attention: str, of_q: float, of_k: float, scale: float
+) -> None:
+    torch.manual_seed(0)
+    plain, x = Scaled(1, 1, None), torch.randn(2, 5, 16)
+    host = Scaled(of_q, of_k, scale)
+    host.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(host(x), plain(x))
+    for model in (plain, host):
+        quest_core.inject(model, attention, example=x)
+    torch.testing.assert_close(host(x), plain(x))
+    for model in (plain, host):
+        quest_core.inject(model, "standard")
+    assert torch.equal(host(x), Scaled.forward(host, x))
+
+
+def test_other_factors_of_the_host_stay() -> None:
+    x = torch.randn(2, 5, 16)
+    for host, factor in ((Scaled(0.7, 1, 1.0), 0.7), (Scaled(0.5, 1, 1.0, normed=True), 0.5), (Scaled(2, 1, None), 2)):
+        q, k, v = (split(y, 4) for y in host.qkv(x).chunk(3, -1))
+        q = F.normalize(q, dim=-1) if host.normed else q
+        want = F.scaled_dot_product_attention(q * factor, F.normalize(k, dim=-1), v, scale=1.0)
+        torch.testing.assert_close(quest_core.inject(host, "quest", example=x)[0](x), want)
+
+
+def test_the_scale_of_flex_attention_on_queries_is_undone() -> None:
+    host, x = Scaled(0.5, 1, 1.0, flex=True).requires_grad_(False), torch.randn(2, 5, 16)
+    q, k, v = (split(y, 4) for y in host.qkv(x).chunk(3, -1))
+    want = F.scaled_dot_product_attention(q, F.normalize(k, dim=-1), v, scale=1.0)
+    torch.testing.assert_close(quest_core.inject(host, "quest", example=x)[0](x), want)
+
+
 def test_shapes_and_scales_that_change_are_errors() -> None:
     q = torch.randn(2, 4, 5, 8)
     model, _ = quest_core.inject(Plain(scale=0.5), "quest", example=(q, q, q))

@@ -55,6 +55,7 @@ class Call:
     kv_heads: int  # key/value heads G
     head_dim: int  # features D of a query head
     scale: float | None = None  # the host's factor on q·k; None for 1/√D
+    factors: tuple[float, float] = (1.0, 1.0)  # by which the host multiplied q and k before, in place of a scale
     causal: bool = False  # the call or its mask hid every later key
     cross: bool = False  # queries and keys had different numbers of tokens
     masked: bool = False  # a mask hid other pairs of queries and keys than whole keys
@@ -76,6 +77,21 @@ class Call:
         """The capabilities that the calls need of a mechanism."""
         return Capabilities(causal=self.causal, cross=self.cross, dropout=self.dropout, weights=self.weights)
 
+    def scale_of(self, head_dim: int) -> float:
+        """Return the factor of the call on q·k."""
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+    def scaled_before(self, factors: tuple[float | None, float | None]) -> Call:
+        """Return the call of a host that multiplied its queries and keys by `factors`, None if they are not known.
+
+        They count as its scale if they make the scale of the call to 1/√D.
+        """
+        one, two = factors
+        if one is None or two is None or (one, two) == (1, 1):
+            return self
+        whole = one * two * self.scale_of(self.head_dim) * math.sqrt(self.head_dim)
+        return replace(self, factors=(one, two)) if math.isclose(whole, 1, rel_tol=1e-2) else self
+
     def sizes(self, config: AttentionConfig) -> HeadSizes:
         """Return the sizes of the heads that `config` asks for."""
         return head_sizes(config, self.heads, self.head_dim, host_kv_heads=self.kv_heads)
@@ -83,7 +99,11 @@ class Call:
     def draft(self, module: nn.Module, config: AttentionConfig) -> Any:
         """Return the draft of the module as a site with a mechanism; its parameters are the same objects."""
         made = site_draft(Routed, module, replace(self, query=None))
-        made.mechanism = mechanism_for(module, config, self.sizes(config), self.scale, like=self.query)
+        scale, made.undone = self.scale, None
+        if self.factors != (1, 1) and not config.is_standard:
+            made.undone = tuple(1 / factor for factor in self.factors)
+            scale = math.prod((self.scale_of(self.head_dim), *self.factors))
+        made.mechanism = mechanism_for(module, config, self.sizes(config), scale, like=self.query)
         if isinstance(module, nn.MultiheadAttention):
             leave_native_path(made.mechanism)
         return made
@@ -115,7 +135,7 @@ class Call:
         Raises:
             UnsupportedError: they differ in the function, heads, features or scale.
         """
-        for name in ("function", "heads", "kv_heads", "head_dim", "scale", "axes"):
+        for name in ("function", "heads", "kv_heads", "head_dim", "scale", "factors", "axes"):
             one, two = getattr(self, name), getattr(other, name)
             if one != two:
                 raise UnsupportedError(
@@ -160,10 +180,17 @@ class Routed(FoundSite):
     """The class of a site: its calls of an attention function go to `mechanism`.
 
     With scaled_dot_product_attention, the scale of the call is kept by the score `standard`; every other score has its
-    own (1 for quest, on the queries as the host made them).
+    own (1 for quest), on queries and keys without the factors of the host that stand in for a scale.
     """
 
     found_attention: Call
+    undone: tuple[float, float] | None  # factors that give back the queries and keys that the host has scaled
+
+    def unscaled(self, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        """Return queries and keys without the scale of the host."""
+        if self.undone is None:
+            return q, k
+        return tuple(x if factor == 1 else x * factor for x, factor in zip((q, k), self.undone, strict=True))
 
     def attention_mode(self) -> _Route:
         """Return the mode that redirects the calls."""
@@ -238,6 +265,7 @@ def _attend(site: Routed, *args: Any, **kwargs: Any) -> Tensor:
     call = _Arguments(*args, **kwargs)
     q, k, v = call.operands()
     _check(site, _heads(q), q.shape[-1], call.scale)
+    q, k = site.unscaled(q, k)
     axes = q.dim()
     mask = plain_mask(call.attn_mask, q.device)
     is_causal = call.is_causal  # query i sees keys j ≤ i, as PyTorch aligns them
@@ -374,6 +402,7 @@ def _attend_flex(site: Routed, query: Tensor, key: Tensor, value: Tensor, *other
         return FLEX_ATTENTION(query, key, value, *others)
     score_mod, block_mask, scale, *rest = others
     _check(site, query.shape[1], query.shape[-1], scale)
+    query, key = site.unscaled(query, key)
     query, key, scale = site.mechanism.score(query, key, value, mask=None, is_causal=False)
     if (monitor := site.mechanism.monitor) is not None:
         of_score, of_mask = rest[-2:]
