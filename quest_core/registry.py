@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from .errors import ConfigError, one_of
 
@@ -118,7 +119,7 @@ class Component(nn.Module):
     learnable: ClassVar[bool] = False
     """Has parameters."""
     stateful: ClassVar[bool] = False
-    """Has buffers that change during training."""
+    """Has buffers that change during training. Converting the model leaves them in float32."""
     stops_gradient: ClassVar[bool] = False
     """Stops a gradient on purpose, so that gradients differ from finite differences."""
     reshapes: ClassVar[bool] = False
@@ -151,6 +152,15 @@ class Component(nn.Module):
     def leaves_softmax(cls) -> bool:
         """Whether a host's own call of softmax attention computes it, given what the score prepares."""
         return cls.axis in ("score", "grouping") or (cls.axis == "normalizer" and cls.fused)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Component:
+        before = dict(self._buffers) if self.stateful else {}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, was in before.items():
+            now = self._buffers[name]
+            if was is not None and now is not None and now.dtype != torch.float32:
+                self._buffers[name] = was.to(now.device)  # half precision rounds the step of a moving average away
+        return self
 
 
 C = TypeVar("C", bound=type[Component])

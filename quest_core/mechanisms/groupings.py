@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -264,16 +263,6 @@ class DynamicKeyDriven(KeyDriven):
     def reference(self, k: Tensor, num_heads: int, seen: Tensor) -> Tensor:
         sizes = self.pending if self.training else self.sizes
         return torch.arange(len(sizes)).repeat_interleave(sizes.long())
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DynamicKeyDriven:
-        """Move to another device, but leave the statistics in float32 when `.half()` and the like convert."""
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, was in before.items():
-            now = self._buffers[name]
-            if was is not None and now is not None and now.dtype != torch.float32:
-                self._buffers[name] = was.to(now.device)
-        return self
 
 
 @register(

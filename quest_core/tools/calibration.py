@@ -29,7 +29,7 @@ Run: TypeAlias = Callable[[nn.Module, Any], Any]
 
 @dataclass(frozen=True)
 class LayerCalibration:
-    """The calibration of one attention module, a value for each of its H heads."""
+    """The calibration of one attention module, a value per key/value head of the host."""
 
     path: str  # the module's dotted path
     key_norms: tuple[float, ...]  # mean ‖k‖₂ over the visible keys of the batches

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from quest_core import Option, Score, UnsupportedError, register
 from quest_core.compat import is_recomputing, transform
-from quest_core.mechanisms import Dims, local, naive, unit, wider
+from quest_core.mechanisms import Dims, local, naive, unit, visible, wider
 from quest_core.mechanisms.scores import STARTS, Quest
 
 MOMENTUM = 0.01  # the share of a step in the running scale
@@ -39,12 +41,12 @@ class KeyScale(Score):
     """q (γ ⊙ k / s_h)ᵀ, s_h the running mean of ‖k‖.
 
     A key keeps its norm relative to the other keys of its head. s_h moves by a hundredth of the difference per training
-    step, padding included, and the first step sets it. Replicas hold that of their own batches, as in batch norm. γ has
-    a value per feature and serves all heads; in the source each head has its own.
+    step, without keys that a mask hides from all queries, and the first step sets it. Replicas hold that of their own
+    batches, as in batch norm. γ has a value per feature and serves all heads; in the source each head has its own.
     """
 
     causal = cross = cached = learnable = stateful = True
-    reads = ("heads",)  # s_h belongs to one of all heads
+    reads = ("heads", "samples")  # s_h belongs to one of all heads, and is a mean over the batch
     running: Tensor
     pending: Tensor
     steps: Tensor
@@ -52,31 +54,43 @@ class KeyScale(Score):
     def __init__(self, dims: Dims, *, scale: float | None) -> None:
         super().__init__(dims, scale=scale)
         self.gain = nn.Parameter(torch.ones(dims.head_dim))
-        self.register_buffer("running", torch.ones(dims.kv_heads))  # s_h
-        self.register_buffer("pending", torch.ones(dims.kv_heads))  # s_h of the next step
-        self.register_buffer("steps", torch.zeros(()))
+        for name in ("running", "pending"):  # s_h, and s_h of the next step
+            self.register_buffer(name, torch.ones(dims.kv_heads, dtype=torch.float32))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.float32))
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, is_causal: bool, **how: Any
+    ) -> tuple[Tensor, Tensor, float]:
+        if self.training and not is_recomputing():
+            self.observe(k, mask)
+        return super().forward(q, k, v, mask=mask, is_causal=is_causal, **how)
 
     def key(self, k: Tensor) -> Tensor:
         wide = k.to(wider(k.dtype))
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # [B, G, M, 1]
-        return (self.sized(wide, norm / self.scale_of(norm)) * local(self.gain)).to(k.dtype)
+        scale = self.running.to(norm.dtype, copy=True)  # the next step changes the buffer
+        scale = torch.where(scale > 0, scale, 1)[:, None, None]  # [G, 1, 1]
+        return (self.sized(wide, norm / scale) * local(self.gain)).to(k.dtype)
 
     def sized(self, k: Tensor, ratio: Tensor) -> Tensor:
         """Return k [B, G, M, D] with a norm that follows from ratio [B, G, M, 1], ‖k‖ / s_h."""
         return unit(k) * ratio
 
-    def scale_of(self, norm: Tensor) -> Tensor:
-        """Return s_h [G, 1, 1], and count a training step. Checkpointing, which repeats a step, finds what it had."""
-        if self.training and not is_recomputing():
-            if (active := transform()) is not None:
-                raise UnsupportedError(f"attention '{self.name}' counts norms while training, which {active} forbids")
-            now = norm.detach().mean((0, 2, 3))  # [G]
-            with torch.no_grad():
-                self.running.copy_(torch.where(self.steps == 0, now, self.pending))
-                self.pending.copy_(torch.lerp(self.running, now.to(self.running), MOMENTUM))
-                self.steps.add_(1)
-        scale = self.running.to(norm.dtype, copy=True)  # the next step changes the buffer
-        return torch.where(scale > 0, scale, 1)[:, None, None]
+    @torch.no_grad()
+    def observe(self, k: Tensor, mask: Tensor | None) -> None:
+        """Count a training step of keys [B, G, M, D]. Checkpointing, which repeats a step, finds what it had."""
+        if (active := transform()) is not None:
+            raise UnsupportedError(f"attention '{self.name}' counts norms while training, which {active} forbids")
+        norm = torch.linalg.vector_norm(k.detach(), dim=-1, dtype=wider(k.dtype))  # [B, G, M]
+        seen = torch.ones_like(norm[:, 0])  # [B, M]
+        if mask is not None:
+            seen = seen * visible(mask).any(2).any(1)
+        total = seen.sum()
+        mean = (norm * seen[:, None]).sum((0, 2)) / total  # [G]
+        now = torch.where(total > 0, mean.to(self.pending), self.pending)
+        self.running.copy_(torch.where(self.steps == 0, now, self.pending))
+        self.pending.copy_(torch.lerp(self.running, now, MOMENTUM))
+        self.steps.add_(total > 0)
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, *, head: Tensor, seen: Tensor) -> Tensor:
         k = k / self.running[:, None, None] * self.gain
