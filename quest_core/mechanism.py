@@ -305,7 +305,8 @@ class Mechanism(CheckpointGuard):
         Raises:
             UnsupportedError: the logits depend on more than queries and keys.
         """
-        if self.family is not None or self.chained or "score_mod" in self._around:
+        more = self.family is not None or "tokens" in self.score.reads or self.score.stateful
+        if more or self.chained or "score_mod" in self._around:
             raise UnsupportedError(f"attention '{self.config}' has no logits that queries and keys determine")
         grouped = q.shape[1] != k.shape[1]
         q, k, scale = self.score(q, k, k, mask=None, is_causal=False)
@@ -437,6 +438,8 @@ class Mechanism(CheckpointGuard):
             raise InputError(f"k has head_dim {key_dim}; expected {expected}")
         if groups_v != groups or m_v != m:
             raise InputError(f"k has (heads, tokens) {(groups, m)} but v has {(groups_v, m_v)}")
+        if n > m + cached and (alone := [part.name for part in self.config.components if not part.cross]):
+            raise InputError(f"q has {n} tokens and k has {m + cached}; '{alone[0]}' needs those of one sequence")
         if not 0 <= dropout_p < 1:
             raise InputError(f"dropout_p is {dropout_p}; expected a probability in [0, 1)")
         why = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import quest_core
 from quest_core.checkpoints import ENTRY, decode
 from quest_core.testing import AdapterConformance
 from quest_fairseq import FairseqAdapter
-from quest_fairseq.transformer_xl import shift
+from quest_fairseq.transformer_xl import RelativeAttention, shift
 from quest_suites.fairseq.tasks import configuration
 
 SIZES = {"d_model": 16, "d_embed": 16, "n_head": 4, "d_head": 4, "d_inner": 32, "n_layer": 2}
@@ -174,3 +175,9 @@ def test_the_shipped_yaml_trains_by_hydra(
     evaluate += ["--tokens-per-sample", "64", "--batch-size", "1", "--num-workers", "0", "--model-overrides"]
     log = tools("eval_lm", *evaluate, "{'mem_len': 640, 'clamp_len': 400, 'same_length': True}")
     assert 1 < perplexity(log) < 60
+
+
+@pytest.mark.parametrize("facts", [{"reads": ("tokens",)}, {"stateful": True}])
+def test_scores_that_depend_on_other_tokens_are_refused(facts):
+    part = SimpleNamespace(**{"name": "one", "chained": False, "axis": "score", "reads": (), "stateful": False} | facts)
+    assert "'one' depends on other tokens" in RelativeAttention.refuses(None, "", SimpleNamespace(components=[part]))
