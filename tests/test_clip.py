@@ -52,7 +52,7 @@ def test_heads_below_the_threshold_keep_their_weights():
 @pytest.mark.parametrize(
     ("attention", "threshold", "words"),
     [
-        ("qknorm-hs", 100, "does not keep the scale of queries"),
+        ("qknorm-hs", 100, "where logits grow with the projected queries.*its score changes queries"),
         (None, 0, "threshold is 0"),
         (None, float("nan"), "nan"),
     ],
@@ -60,6 +60,15 @@ def test_heads_below_the_threshold_keep_their_weights():
 def test_errors(attention, threshold, words):
     with pytest.raises(quest_core.ConfigError, match=words):
         quest_core.QKClip(model(attention), threshold)
+
+
+def test_a_model_that_is_one_attention_is_clipped():
+    made, x = quest_core.Attention(16, 4, "quest"), 9 * torch.randn(3, 5, 16)
+    clip = quest_core.QKClip(made, threshold=0.1)
+    made(x)
+    assert max(clip.step()["mechanism"]) < 1
+    made(x)
+    assert all(factor == pytest.approx(1, rel=1e-4) for factor in clip.step().get("mechanism", [1]))
 
 
 def test_layers_that_share_weights_are_refused():

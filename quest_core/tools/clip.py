@@ -37,7 +37,8 @@ class QKClip:
         threshold: τ, positive.
 
     Raises:
-        ConfigError: τ is not positive, or a score normalizes queries, so that their scale does not matter.
+        ConfigError: τ is not positive, or logits do not grow with the projected queries: the score normalizes or scales
+            them, or a function such as softcap follows.
         InjectionError: no attention was found.
         UnsupportedError: it is not known which projection makes a layer's queries, or layers share parameters.
     """
@@ -59,10 +60,12 @@ class QKClip:
 
     def _refuse(self, path: str, mechanism: Mechanism) -> None:
         """Raise if the queries of an attention cannot be scaled; nothing is changed."""
-        if not leaves(mechanism.config, "query"):
+        later = [part.name for part in mechanism.config.components if part.axis == "score_mod" and not part.fused]
+        if later or not leaves(mechanism.config, "query"):
+            why = f"'{later[0]}' changes logits" if later else "its score changes queries, or reads more than they hold"
             raise ConfigError(
-                f"attention '{mechanism.config}' does not keep the scale of queries, so QK-clip has no effect; train "
-                "without it"
+                f"QK-clip finds its factor only where logits grow with the projected queries, and in attention "
+                f"'{mechanism.config}' {why}; train without it"
             )
         self._scale(path, torch.ones(mechanism.dims.num_heads if mechanism.dims else 1, dtype=torch.float64))
 
@@ -89,6 +92,8 @@ class QKClip:
 
     def _scale(self, path: str, factor: torch.Tensor) -> None:
         module = self.model.get_submodule(path)
+        if isinstance(module, Mechanism):  # of a model that is one attention
+            path, module = "", self.model
         rows = getattr(self.model, REPORT).replacements if hasattr(self.model, REPORT) else ()
         owners = [row.adapter for row in rows if row.path == path]
         try:

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.utils.checkpoint
 
 import quest_core
@@ -217,3 +218,48 @@ def test_gradients_under_activation_checkpointing_are_those_without(name: str) -
 def test_what_needs_the_tokens_own_keys_refuses_another_sequence(name: str, tokens: int) -> None:
     with pytest.raises(quest_core.UnsupportedError, match=f"'{name}' cannot attend to another sequence"):
         quest_core.Attention(32, 4, name)(torch.randn(2, 5, 32), torch.randn(2, tokens, 32))
+
+
+@pytest.mark.parametrize("name", ["xsa", "alibi"])
+def test_more_queries_than_keys_are_refused(name: str) -> None:
+    q, k, v = (torch.randn(1, 4, n, 8) for n in (4, 3, 3))
+    with pytest.raises(
+        quest_core.InputError, match=f"q has 4 tokens and k has 3; '{name}' needs those of one sequence"
+    ):
+        quest_core.Mechanism(name, num_heads=4, head_dim=8)(q, k, v)
+
+
+@pytest.mark.parametrize("name", ["kscale", "fkn"])
+def test_a_running_scale_moves_in_bfloat16(name: str) -> None:
+    """A hundredth of a small difference is below its precision."""
+    made = quest_core.Attention(32, 4, name).to(torch.bfloat16).mechanism.train()
+    keys = F.normalize(torch.randn(1, 4, 9, 8), dim=-1).to(torch.bfloat16)
+    for factor in (4, *[5] * 300):
+        made(keys, keys * factor, keys)
+    torch.testing.assert_close(made.score.running, torch.full((4,), 5.0), rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("name", ["kscale", "fkn"])
+def test_padding_does_not_count_for_a_running_scale(name: str) -> None:
+    made = quest_core.Mechanism(name, num_heads=4, head_dim=8).train()
+    q, k, v = torch.randn(3, 43, 4, 8)
+    quest_core.attention_packed(q, 5 * F.normalize(k, dim=-1), v, made, cu_seqlens=torch.tensor([0, 40, 43]))
+    torch.testing.assert_close(made.score.running, torch.full((4,), 5.0))
+    assert made.score.steps == 1
+    hidden = torch.ones(2, 1, 1, 9, dtype=torch.bool)
+    hidden[1, ..., 3:] = False
+    keys = F.normalize(torch.randn(2, 4, 9, 8), dim=-1)
+    made(keys, torch.where(hidden.mT, keys, 70 * keys), keys, attn_mask=hidden)
+    torch.testing.assert_close(made.score.pending, torch.full((4,), 4.96))
+
+
+def test_qk_clip_refuses_what_follows_the_product() -> None:
+    for name, why in (("standard+softcap", "'softcap' changes logits"), ("quest-gain", "its score changes queries")):
+        with pytest.raises(quest_core.ConfigError, match=why):
+            quest_core.QKClip(quest_core.Attention(32, 4, name))
+
+
+@pytest.mark.parametrize("name", ["ssmax", "kscale", "fkn"])
+def test_logits_without_a_mask_are_refused_where_they_need_more_than_queries_and_keys(name: str) -> None:
+    with pytest.raises(quest_core.UnsupportedError, match="no logits that queries and keys determine"):
+        quest_core.Mechanism(name, num_heads=4, head_dim=8).logits(*torch.randn(2, 1, 4, 5, 8))
