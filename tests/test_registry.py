@@ -89,6 +89,13 @@ def test_new_mechanism_copies_the_example_under_another_name(tmp_path: Path) -> 
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize(("kind", "name"), [("plugin", "core"), ("mechanism", "timm"), ("mechanism", "gqa")])
+def test_names_that_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, name: str) -> None:
+    assert cli.main([f"new-{kind}", name, "--out", str(tmp_path)]) != 0
+    assert "already; choose another" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_page_shows_the_example() -> None:
     root = Path(__file__).parents[1]
     page = (root / "docs" / "writing-a-mechanism.md").read_text()

@@ -7,25 +7,44 @@ import re
 import shlex
 import shutil
 import tempfile
+from importlib import metadata
 from pathlib import Path
 
 from ..errors import ConfigError, PluginError
+from ..registry import mechanisms
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", ".*", "dist")
 
 
+OURS = (
+    *("core", "bench", "suites", "zoo", "fairseq", "graphgps", "mmdet"),
+    *("mmengine", "mmseg", "pointcept", "timm", "transformers", "tsai"),
+)
 EXAMPLES = {"mechanism": "power", "plugin": "toy"}  # examples/third_party_KIND is the distribution quest-NAME
 
 
 def new(kind: str, name: str, out: Path) -> int:
     """Copy the example of a mechanism or a plugin under another name, and print what to do next."""
+    taken = f"the distribution quest-{name}" if name in OURS or _is_installed(f"quest-{name}") else ""
+    if kind == "mechanism" and name in mechanisms():
+        taken = f"the mechanism '{name}'"
+    if taken:
+        raise ConfigError(f"name is {name!r}, and there is {taken} already; choose another")
     folder = copy_example(f"third_party_{kind}", EXAMPLES[kind], name, out)
     print(f"wrote {folder}; next:")
     print(f"  pip install -e {shlex.quote(f'{folder}[test]')}")
     print(f"  python -m pytest {shlex.quote(str(folder))}")
     print(f"  quest {'list' if kind == 'mechanism' else 'doctor'}      # it is there")
     return 0
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def copy_example(example: str, old: str, name: str, out: Path) -> Path:
