@@ -84,7 +84,8 @@ def run(cell, progress):
     if mode == "slow":
         time.sleep(0.4)
     if mode == "data":
-        (cell.data / "processed").mkdir(exist_ok=True)
+        for name in ("raw", "processed"):
+            (cell.data / name).mkdir(exist_ok=True)
     if mode == "crash" and cell.attention == "quest" and cell.seed not in (1, 2, 3):
         raise ValueError(f"seed {cell.seed} crashed")
     score = 10.0 * (cell.options["scale"] or 0) + cell.seed + (5 + 0.1 * cell.seed) * (cell.attention == "quest")

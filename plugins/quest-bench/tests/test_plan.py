@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,8 @@ def test_bad_seeds(text: str) -> None:
 
 def test_settings_fill_defaults_and_sweep(suite: Suite) -> None:
     assert parse_settings(suite, []) == {"mode": ["ok"], "scale": [1.0], "steps": [3], "fast": [False]}
+    whole = replace(suite, options={**suite.options, "scale": {**suite.options["scale"], "default": 1}})
+    assert [type(x) for x in parse_settings(whole, ["scale=1.0,2"])["scale"]] == [int, float]  # as the default's cell
     found = parse_settings(suite, ["scale=0.5,2,null,2.0", "fast=true,false", "steps=7"])
     assert found == {"mode": ["ok"], "scale": [0.5, 2.0, None], "steps": [7], "fast": [True, False]}
 
@@ -141,7 +144,9 @@ def test_a_fingerprint_is_of_the_content(tmp_path: Path, monkeypatch: pytest.Mon
     first = fingerprint(tmp_path / "a")
     assert first == fingerprint(tmp_path / "b")
     (tmp_path / "a" / "processed").mkdir()
-    (tmp_path / "a" / "processed" / "y.pt").write_text("derived")
+    (tmp_path / "a" / "processed" / "y.pt").write_text("the data of this suite")
+    assert first != fingerprint(tmp_path / "a")
+    (tmp_path / "a" / "raw").mkdir()  # from which a framework has derived it
     assert first == fingerprint(tmp_path / "a")
     with monkeypatch.context() as patch:
         patch.setattr("quest_bench.data._sha256", lambda _: pytest.fail("read again"))

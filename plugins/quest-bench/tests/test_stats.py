@@ -64,6 +64,15 @@ def test_differences_that_are_equal_but_for_rounding_have_no_spread() -> None:
     assert (found.test, found.p) == ("sign", 0.25)
 
 
+def test_seeds_that_are_equal_but_for_rounding_are_neither_won_nor_lost() -> None:
+    ours, base = ({seed: value} | {9: 50.0} for seed, value in ((0, 0.1 * 3), (0, 0.3)))
+    found = compare(ours | {1: 41.0}, base | {1: 40.0}, True)
+    assert (found.wins, found.losses, found.ties) == (1, 0, 2)
+    (found,) = correct([compare(dict.fromkeys(range(8), 0.1 * 3), dict.fromkeys(range(8), 0.3), True)])
+    assert (found.p, found.mark) == (1, "")
+    assert verdict(found, "standard") == "equal to standard on every seed"
+
+
 def test_a_failed_seed_is_a_loss() -> None:
     """Eight seeds of which five crashed: the three survivors are better, the attention is not."""
     base = {seed: 50.0 + seed / 10 for seed in range(8)}

@@ -13,8 +13,8 @@ from quest_core.errors import ConfigError
 
 from .worker import write_json
 
-DERIVED = {"processed", "__pycache__"}
-"""Folders that frameworks write next to raw data; their content follows from it."""
+DERIVED = ("raw", "processed")
+"""Frameworks write the second folder next to the first, and its content follows from it."""
 
 
 def fingerprint(root: Path, files: Iterable[Path] | None = None) -> str:
@@ -61,7 +61,8 @@ def _walk(root: Path) -> list[Path]:
         return [root]
     found = []
     for folder, folders, names in os.walk(root, followlinks=True):
-        folders[:] = [name for name in folders if name not in DERIVED and not name.startswith(".")]
+        left_out = {"__pycache__", DERIVED[1] if DERIVED[0] in folders else ""}
+        folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
         found += [Path(folder, name) for name in names if not name.startswith(".")]
     return found
 

@@ -322,7 +322,8 @@ def parse_settings(suite: Suite, settings: Sequence[str]) -> dict[str, list[Any]
             given.add(key)
             try:
                 read = [_read_value(suite, key, item) for item in split_list(text) or [""]]
-                values[key] = list(dict.fromkeys(read))
+                default = values[key][0]  # 0 and 0.0 are one value, and one cell
+                values[key] = list(dict.fromkeys(default if value == default else value for value in read))
             except ConfigError as error:
                 problems.append(str(error))
     if problems:

@@ -114,11 +114,11 @@ def compare(ours: Mapping[int, float], baseline: Mapping[int, float], higher_is_
     failed = sum(not math.isfinite(a) for a, _ in pairs)
     baseline_failed = sum(not math.isfinite(b) for _, b in pairs)
     sign = 1 if higher_is_better else -1
-    wins = sum(_worth(a, sign) > _worth(b, sign) for a, b in pairs)
-    losses = sum(_worth(a, sign) < _worth(b, sign) for a, b in pairs)
+    rounding = ROUNDING * max((abs(value) for pair in pairs for value in pair if math.isfinite(value)), default=0.0)
+    apart = [(_worth(a, sign), _worth(b, sign)) for a, b in pairs if not abs(a - b) <= rounding]
+    wins, losses = sum(a > b for a, b in apart), sum(a < b for a, b in apart)
     found = estimate(differences)
     test, p, gain = "", math.nan, 0.0
-    rounding = ROUNDING * max((abs(value) for pair in pairs for value in pair if math.isfinite(value)), default=0.0)
     if failed or baseline_failed or (len(differences) > 1 and np.ptp(differences) <= rounding):
         test, gain = "sign", float(wins - losses)
         p = float(stats.binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
