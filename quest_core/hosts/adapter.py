@@ -314,6 +314,10 @@ class Adapter(ABC):
         assert kind is not None
         return kind.adopt(site.module, config, fresh=site.fresh, **kind.sizes(site.module))
 
+    def attends(self, module: nn.Module) -> bool:
+        """Return whether a module that stays is attention, though neither its name nor its layers say so."""
+        return False
+
     leaves_alone: ClassVar[frozenset[str]] = frozenset()
     """Class names of attention modules of this host that stay as they are by design, such as deformable attention in a
     pixel decoder. They are reported; any other that stays is an error, unless `inject` gets `allow_partial`."""

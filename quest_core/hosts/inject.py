@@ -28,7 +28,7 @@ from .adapter import Adapter, Site, require
 from .finding import Finding
 from .plugins import adapter as find_adapter
 from .plugins import plugins, running_adapters
-from .sites import unknown_attention, within
+from .sites import looks_like_attention, unknown_attention, within
 from .torch import TorchAdapter
 
 REPORT = "attention_report"
@@ -254,7 +254,10 @@ def inject(
     if not chosen:
         raise InjectionError(_nothing_found(model, adapters, finding, ran=example is not None))
     by_design = frozenset(name for owner in adapters for name in owner.leaves_alone)
-    left = finding.missed | unknown_attention(model, [site.path for _, site in chosen], by_design)
+    others = {m for m in model.modules() if type(m).__name__ in by_design or any(a.attends(m) for a in adapters)}
+    left = finding.missed | unknown_attention(
+        model, [site.path for _, site in chosen], lambda module: module in others or looks_like_attention(module)
+    )
     if not allow_partial:
         _refuse_partial(config, chosen, by_design, {path: left[path] for path in left if path not in finding.left})
     for owner, site in chosen:

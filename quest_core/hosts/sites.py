@@ -10,7 +10,7 @@ import contextlib
 import functools
 import re
 import sys
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Protocol
 
@@ -192,20 +192,21 @@ def looks_like_attention(module: nn.Module) -> bool:
     return linear > 1 and any(isinstance(vars(module).get(name), int) for name in HEADS)
 
 
-def unknown_attention(model: nn.Module, known: Iterable[str], kinds: Container[str] = ()) -> dict[str, nn.Module]:
-    """Return the modules, by path, that look like attention and are neither in a known one nor around one.
+def unknown_attention(
+    model: nn.Module, known: Iterable[str], attends: Callable[[nn.Module], bool] = looks_like_attention
+) -> dict[str, nn.Module]:
+    """Return the modules, by path, that are attention and are neither in a known one nor around one.
 
     Args:
         model: they are in it.
         known: paths of attention.
-        kinds: names of further classes of attention.
+        attends: whether a module is attention; by default whether it looks like it.
     """
     ours = {id(inner) for path in known for inner in model.get_submodule(path).modules()}
     return {
         path: module
         for path, module in model.named_modules()
-        if (type(module).__name__ in kinds or looks_like_attention(module))
-        and not any(id(inner) in ours for inner in module.modules())
+        if attends(module) and not any(id(inner) in ours for inner in module.modules())
     }
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch_geometric.explain.algorithm.utils import set_masks
-from torch_geometric.nn import GATConv, GPSConv, TransformerConv
+from torch_geometric.nn import GATConv, GeneralConv, GPSConv, HANConv, HGTConv, RGATConv, TransformerConv
 
 import quest_core
-from quest_core.errors import CheckpointError, UnsupportedError
+from quest_core.errors import CheckpointError, InjectionError, UnsupportedError
 
 H, C = 3, 8
 
@@ -80,6 +80,21 @@ def test_the_report_names_both_kinds_and_what_adds_instead_of_multiplying() -> N
     kinds = {r.path: r.host_class for r in report.replacements}
     assert kinds == {"0.attn": "MultiheadAttention", "0.conv": "TransformerConv"}
     assert report.left_alone == ("1",)
+
+
+def test_what_multiplies_and_stays_is_an_error() -> None:
+    """Neither the names nor the layers of these say that they are attention."""
+    kinds = (["a"], [("a", "to", "a")])
+    dots = {"attention": True, "heads": 2, "attention_type": "dot_product"}
+    others = [HGTConv(24, 24, kinds, heads=2), GeneralConv(24, 24, **dots)]
+    adding = [HANConv(24, 24, kinds, heads=2), RGATConv(24, 8, 2, heads=2), GeneralConv(24, 24, heads=2)]
+    model = torch.nn.ModuleList([TransformerConv(24, C, H), *others, *adding])
+    with pytest.raises(
+        InjectionError, match=r"leave 2 as they are.* '1' \(HGTConv\), '2' \(GeneralConv\); say allow_partial"
+    ):
+        quest_core.inject(model, "quest")
+    _, report = quest_core.inject(model, "quest", allow_partial=True)
+    assert report.left_alone == ("1", "2", "3", "4")
 
 
 @pytest.mark.parametrize("attention", ["quest+sigmoid", "sinkhorn", "elliptical", "linear", "quest(kv_heads=1)"])

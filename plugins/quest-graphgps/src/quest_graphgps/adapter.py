@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import nn
+from torch_geometric.nn import GeneralConv, HGTConv
 
 from quest_core.errors import UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, Site
@@ -41,10 +42,17 @@ class GraphGPSAdapter(TorchAdapter):
     replacements: ClassVar[Mapping[str, type[HostAttention]]] = {
         "torch_geometric.nn.conv.transformer_conv.TransformerConv": EdgeAttention
     }
-    leaves_alone = frozenset({"GATConv", "GATv2Conv", "SuperGATConv", "FusedGATConv"})  # they add, no q·k
+    leaves_alone = frozenset(  # they add, no q·k
+        {"GATConv", "GATv2Conv", "SuperGATConv", "FusedGATConv", "HANConv", "RGATConv"}
+    )
 
     def replacement(self, module: nn.Module) -> type[HostAttention] | None:
         return Adapter.replacement(self, module) or super().replacement(module)
+
+    def attends(self, module: nn.Module) -> bool:
+        """HGTConv and one kind of GeneralConv multiply queries with keys too."""
+        kind = module.attention_type if isinstance(module, GeneralConv) and module.attention else None
+        return isinstance(module, HGTConv) or kind == "dot_product"
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield every TransformerConv, and every global attention that is, or was, torch.nn.MultiheadAttention."""
