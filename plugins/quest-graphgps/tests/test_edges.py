@@ -61,6 +61,19 @@ def test_it_equals_plain_steps(attention, edge_dim) -> None:
     assert torch.equal(out, stock) is (attention == "standard")
 
 
+def test_keys_are_scored_once_a_node() -> None:
+    x, y, pairs = bipartite(3)
+    conv, _ = quest_core.inject(TransformerConv((6, 4), C, H).double(), "quest")
+    shapes = []
+    conv.mechanism.score.register_forward_hook(
+        lambda _, given, __: shapes.append([len(part[0, 0]) for part in given[:2]])
+    )
+    out = conv((x, y), pairs)
+    set_masks(conv, torch.full((pairs.shape[1],), 50.0).double(), pairs)  # an explainer, whose masks keep all
+    torch.testing.assert_close(conv((x, y), pairs), out)
+    assert shapes == [[5, 7], [pairs.shape[1]] * 2]
+
+
 def test_weights_are_returned_and_stock_comes_back() -> None:
     x, y, pairs = bipartite(1)
     conv = TransformerConv((6, 4), C, H).double()

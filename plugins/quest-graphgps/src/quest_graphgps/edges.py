@@ -47,6 +47,23 @@ class EdgeAttention(HostAttention, TransformerConv):  # type: ignore[misc]
     def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
         """Keep what the host's class has; a copy would take its fast propagate for the one that masks, to explain."""
 
+    def propagate(self, edge_index: Any, **given: Any) -> Tensor:
+        """Propagate as the host does; keys without a feature of the edge are scored once a node, not once an edge."""
+        if self._scores_nodes:
+            given["query"], given["key"] = self._score(given["query"], given["key"])
+        return super().propagate(edge_index, **given)  # type: ignore[no-any-return]
+
+    @property
+    def _scores_nodes(self) -> bool:
+        watched = self.mechanism.monitor is not None or "propagate" in vars(self)  # by an explainer, which skips ours
+        return self.lin_edge is None and not self.mechanism.is_standard and not watched
+
+    def _score(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return q [N, H, C] and k [M, H, C] of which logits are the products."""
+        q, k = (x.transpose(0, 1)[None] for x in (q, k))  # [1, H, N, C]
+        q, k, scale = self.mechanism.score(q, k, k, mask=None, is_causal=False)
+        return (q * scale)[0].transpose(0, 1), k[0].transpose(0, 1)
+
     def message(
         self,
         query_i: Tensor,
@@ -66,9 +83,8 @@ class EdgeAttention(HostAttention, TransformerConv):  # type: ignore[misc]
             key_j = key_j + edge_attr
         if edge_attr is not None:
             value_j = value_j + edge_attr
-        q, k = (x.transpose(0, 1)[None] for x in (query_i, key_j))  # [1, H, E, C]
-        q, k, scale = self.mechanism.score(q, k, k, mask=None, is_causal=False)
-        logits = (q * k).sum(-1)[0].T * scale  # [E, H]
+        q, k = (query_i, key_j) if self._scores_nodes else self._score(query_i, key_j)
+        logits = (q * k).sum(-1)  # [E, H]
         for layer in monitor or ():
             layer.saw_pairs(query_i, key_j, logits, index, size_i)
         if self.mechanism.is_standard:
