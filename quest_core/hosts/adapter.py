@@ -434,11 +434,16 @@ def refusal(config: AttentionConfig, asked: Capabilities) -> str | None:
 
 def require(adapter: Adapter, site: Site, config: AttentionConfig) -> None:
     """Raise UnsupportedError, naming what the site can honour, unless that is `config`; InjectionError if it cannot be
-    replaced because its calls go to a function that is bound to it."""
+    replaced because its calls go to a function that is bound to it, or its parameters have no values yet."""
     if any(vars(site.module).get(name) is not None for name in ("forward", "_compiled_call_impl")):
         raise InjectionError(
             f"'{site.path}' ({type(site.module).__name__}): its forward was replaced on the instance (by compile(), "
             "accelerate's device_map, ...), which would go on to call the host's attention; inject before that"
+        )
+    if any(nn.parameter.is_lazy(p) for p in site.module.parameters()):
+        raise InjectionError(
+            f"'{site.path}' ({type(site.module).__name__}) has no weights yet, because it takes their sizes from its "
+            "first batch; run the model once before, or say example=batch"
         )
     why = adapter.refusal(site, config)
     if why is None:

@@ -110,6 +110,14 @@ def test_what_multiplies_and_stays_is_an_error() -> None:
     assert report.left_alone == ("1", "2", "3", "4")
 
 
+def test_lazy_layers_need_a_batch_first() -> None:
+    model = torch.nn.ModuleDict({"conv": TransformerConv(-1, C, H)})
+    with pytest.raises(InjectionError, match="'conv' .TransformerConv. has no weights yet.*run the model once before"):
+        quest_core.inject(model, "quest")
+    pairs = torch.randint(5, (2, 12))
+    quest_core.inject(model, "quest", example=lambda net: net["conv"](torch.randn(5, 6), pairs))
+
+
 @pytest.mark.parametrize("attention", ["quest+sigmoid", "sinkhorn", "elliptical", "linear", "quest(kv_heads=1)"])
 def test_what_needs_all_keys_is_an_error_that_says_so(attention) -> None:
     model = torch.nn.ModuleList([TransformerConv(6, C, H), TransformerConv(6, C, H)])
