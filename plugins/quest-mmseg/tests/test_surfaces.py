@@ -19,7 +19,7 @@ from mmengine.analysis import get_model_complexity_info
 from mmengine.config import Config, ConfigDict, DictAction
 from mmengine.runner.checkpoint import load_checkpoint
 from mmengine.structures import PixelData
-from mmseg.apis import init_model
+from mmseg.apis import MMSegInferencer, init_model
 from mmseg.models import backbones, decode_heads
 from mmseg.models.decode_heads.knet_head import KernelUpdateHead
 from mmseg.registry import MODELS
@@ -150,6 +150,16 @@ def test_attention_at_the_top_level_of_a_config_is_refused():
     with pytest.raises(ConfigError, match="top level"):
         quest.cfg = Config({"attention": "standard"})  # as init_model does
     assert not hasattr(quest, "cfg")
+
+
+def test_an_inferencer_refuses_a_key_that_nothing_reads():
+    """It does not set `cfg` of the model, as `init_model` does."""
+    meta = {"classes": list("abcde"), "palette": [[0, 0, 0]] * CLASSES}
+    pipeline = [{"type": "LoadImageFromFile"}, {"type": "PackSegInputs"}]
+    dataset = {"type": "BaseSegDataset", "metainfo": meta, "pipeline": pipeline}
+    made = {"model": segmenter(), "default_scope": "mmseg", "test_pipeline": pipeline, "attention": "quest"}
+    with pytest.raises(ConfigError, match="top level .* the model has mmseg's own attention; write model.attention"):
+        MMSegInferencer(Config({**made, "test_dataloader": {"dataset": dataset}}), device="cpu")
 
 
 class TimmAttention(nn.Module):

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 from mmengine.analysis import complexity_analysis
 from mmengine.analysis.jit_handles import get_shape
+from mmengine.infer import BaseInferencer
 from mmengine.logging import MMLogger
 from mmengine.model import BaseModule
 from mmengine.registry import Registry
@@ -62,7 +63,7 @@ class MmengineAdapter(Adapter):
         return made
 
     def change_host(self) -> None:
-        """Have Runners check their config before they create a file, and write notices to mmengine's log.
+        """Have Runners and inferencers check their config, Runners before they create a file, and write notices to the log.
 
         mmengine's loader, which only logs keys that a model does not have, raises for those that name an attention, and
         its FLOP counter counts the fused attention as it counts the two products of a host's own.
@@ -86,8 +87,15 @@ class MmengineAdapter(Adapter):
                 raise unexpected_entry(*next(iter(entries.items())), self.name)
             stock(module, state_dict, *rest, **o)
 
+        def inferring(stock: Callable[..., Any], inferencer: Any, cfg: Any, *rest: Any, **options: Any) -> Any:
+            """Return the model of an inferencer after checking it and its config."""
+            model = stock(inferencer, cfg, *rest, **options)
+            self.check(cfg or {}, model)
+            return model
+
         for kind in (Runner, FlexibleRunner):
             self.patches.around(kind, "__init__", checked)
+        self.patches.around(BaseInferencer, "_init_model", inferring)
         self.patches.around(checkpoint, "load_state_dict", loaded)
         counted = complexity_analysis._DEFAULT_SUPPORTED_FLOP_OPS
         self.patches.once(FUSED, lambda: counted.update({FUSED: _count_fused}), lambda: counted.pop(FUSED, None))
