@@ -18,7 +18,7 @@ from torch_geometric.graphgym.checkpoint import load_ckpt, save_ckpt
 from torch_geometric.graphgym.config import cfg, load_cfg, set_cfg
 from torch_geometric.graphgym.logger import set_printing
 from torch_geometric.graphgym.model_builder import create_model
-from torch_geometric.nn import GPSConv, TransformerConv
+from torch_geometric.nn import GPSConv, SetTransformerAggregation, TransformerConv
 
 import quest_core
 from devtools.running import python
@@ -99,6 +99,17 @@ def test_plain_inject_finds_the_hosts_and_other_attention() -> None:
         ("gps.convs.1.attn", "graphgps"),
         ("pool", "torch"),
     ]
+
+
+@pytest.mark.parametrize("attention", ["kdgqa(kv_heads=2)", "aft-full(max_length=16)"])
+def test_set_poolings_refuse_what_graphs_cannot_have(attention) -> None:
+    pool = SetTransformerAggregation(16, heads=4)
+    with pytest.raises(
+        UnsupportedError, match="MultiheadAttention at .* of graphgps: .*(needs ordered|the whole batch)"
+    ):
+        quest_core.inject(pool, attention)
+    _, report = quest_core.inject(pool, "quest")
+    assert [r.adapter for r in report.replacements] == ["graphgps"] * 3
 
 
 # --- GraphGym -------------------------------------------------------------------------------------------------------

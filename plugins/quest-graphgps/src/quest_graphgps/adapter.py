@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 from torch_geometric.nn import GeneralConv, HGTConv
+from torch_geometric.nn.aggr.utils import MultiheadAttentionBlock
 
 from quest_core.errors import UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, Site
@@ -22,6 +23,7 @@ from .edges import EdgeAttention
 
 HOSTS: dict[tuple[str, str], str] = {
     ("torch_geometric.nn.conv.gps_conv", "GPSConv"): "attn",
+    ("torch_geometric.nn.aggr.utils", "MultiheadAttentionBlock"): "attn",
     ("graphgps.layer.gps_layer", "GPSLayer"): "self_attn",
     ("graphgps.layer.graphormer_layer", "GraphormerLayer"): "attention",
     ("quest_suites.graphgps.gps", "GPSLayer"): "self_attn",
@@ -30,10 +32,9 @@ HOSTS: dict[tuple[str, str], str] = {
 
 
 class GraphGPSAdapter(TorchAdapter):
-    """TransformerConv, and the global attention of GPSConv, GPSLayer and GraphormerLayer and of their subclasses.
+    """TransformerConv, and the global attention of GPSConv, GPSLayer, GraphormerLayer, set poolings and of subclasses.
 
-    torch.nn.MultiheadAttention elsewhere in these hosts (encoders of positions, set poolings) belongs to quest_core's
-    own adapter.
+    torch.nn.MultiheadAttention elsewhere in these hosts (encoders of positions) belongs to quest_core's own adapter.
     """
 
     name: ClassVar[str] = "graphgps"
@@ -64,7 +65,8 @@ class GraphGPSAdapter(TorchAdapter):
             if isinstance(module, nn.MultiheadAttention) and self.replacement(module):
                 # Graphormer's layers ask for the weights and drop them; GPSLayer keeps them in one of its modes.
                 reads = name == "attention" or bool(getattr(layer, "log_attn_weights", False))
-                asked = replace(self.capabilities, weights=reads, dropout=module.dropout > 0)
+                pools = isinstance(layer, MultiheadAttentionBlock)  # some of them attend from seeds to nodes
+                asked = replace(self.capabilities, weights=reads, dropout=module.dropout > 0, cross=pools)
                 place = f"{path}.{name}" if path else str(name)
                 yield Site(place, module, module.num_heads, module.head_dim, asked)
 
