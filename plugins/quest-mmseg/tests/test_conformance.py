@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from quest_core import CheckpointError, inject
 from quest_core.checkpoints import ENTRY
 from quest_core.hosts.adapter import Adapter
+from quest_core.mechanisms.elliptical import Elliptical
 from quest_core.testing import AdapterConformance
 from quest_mmseg.adapter import MmsegAdapter
 
@@ -185,10 +186,12 @@ def test_what_swin_masks_is_hidden_completely(attention: str) -> None:
     assert (seen[0][..., :10, 10:] == -torch.inf).all()
 
 
-@pytest.mark.parametrize("attention", ["elliptical", "elliptical-quest"])
-def test_stages_of_one_layer_each_have_no_layer_before(attention: str) -> None:
-    """MiT's stages differ in width and reduction: the adapter must not chain across them."""
+@pytest.mark.parametrize("attention", ["elliptical", "elliptical-quest+mqa"])
+def test_no_stage_follows_another(attention: str) -> None:
+    """MiT's stages differ in width and reduction, but with mqa not in the shape of their values."""
     model = MODELS.build({**TestSegFormer.config, "type": "quest_mmseg.MixVisionTransformer", "attention": attention,
                           "num_layers": (2, 2)})  # fmt: skip
+    scores = [module for module in model.modules() if isinstance(module, Elliptical)]
+    assert [score._previous[0] for score in scores] == [None, scores[0], None, scores[2]]
     for out in model(torch.randn(2, 3, 32, 32)):
         assert out.isfinite().all()

@@ -13,7 +13,9 @@ import copy
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from mmengine.analysis import complexity_analysis
@@ -29,7 +31,7 @@ from quest_core.checkpoints import ENTRY, CheckpointGuard, unexpected_entry
 from quest_core.config import AttentionConfig
 from quest_core.drafts import draft
 from quest_core.errors import ConfigError
-from quest_core.hosts.adapter import Adapter, HostAttention, sections
+from quest_core.hosts.adapter import Adapter, HostAttention, Site, sections
 from quest_core.hosts.inject import KEYS, REPORT, Request, rehearse
 from quest_core.projections import init_norms
 
@@ -63,7 +65,7 @@ class MmengineAdapter(Adapter):
         return made
 
     def change_host(self) -> None:
-        """Have Runners and inferencers check their config, Runners before they create a file, and write notices to the log.
+        """Have Runners (before they create a file) and inferencers check their config, and write notices to the log.
 
         mmengine's loader, which only logs keys that a model does not have, raises for those that name an attention, and
         its FLOP counter counts the fused attention as it counts the two products of a host's own.
@@ -100,6 +102,12 @@ class MmengineAdapter(Adapter):
         counted = complexity_analysis._DEFAULT_SUPPORTED_FLOP_OPS
         self.patches.once(FUSED, lambda: counted.update({FUSED: _count_fused}), lambda: counted.pop(FUSED, None))
         self.forward_notices(MMLogger.get_current_instance)
+
+    def sites(self, model: nn.Module) -> Iterable[Site]:
+        """Yield the sites of a model; in backbones with a reduction, each stage is a stack of its own."""
+        for site in super().sites(model):
+            stage = re.sub(r"\d+(?=\D*$)", "*", site.path) if hasattr(site.module, "sr_ratio") else None
+            yield replace(site, stack=stage)
 
     def connect(self, model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
         """Have `init_weights`, which Runners call later, keep what belongs to the attention."""
