@@ -30,8 +30,8 @@ from torch import nn
 from quest_core.checkpoints import ENTRY, CheckpointGuard, unexpected_entry
 from quest_core.config import AttentionConfig
 from quest_core.drafts import draft
-from quest_core.errors import ConfigError
-from quest_core.hosts.adapter import Adapter, HostAttention, Site, sections
+from quest_core.errors import ConfigError, UnsupportedError
+from quest_core.hosts.adapter import Adapter, HostAttention, Site, moves, sections
 from quest_core.hosts.inject import KEYS, REPORT, Request, rehearse
 from quest_core.projections import init_norms
 
@@ -110,7 +110,16 @@ class MmengineAdapter(Adapter):
             yield replace(site, stack=stage)
 
     def connect(self, model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
-        """Have `init_weights`, which Runners call later, keep what belongs to the attention."""
+        """Have `init_weights`, which Runners call later, keep what belongs to the attention.
+
+        Raises:
+            UnsupportedError: layers of Mask2Former, which see images of several sizes in turn, would be compared.
+        """
+        for path, layer in model.named_modules():
+            if type(layer).__name__ == "Mask2FormerTransformerDecoderLayer" and layer.cross_attn in drafts:
+                config = drafts[layer.cross_attn].attn.config
+                if why := moves(config):
+                    raise UnsupportedError(f"attention '{config}' cannot be used at '{path}.cross_attn': {why}")
         for module in _initialized(model):
             if any(inner in drafts for inner in module.modules()):
                 drafts.setdefault(module, draft(module)).init_weights = functools.partial(_init_weights, module)
