@@ -16,6 +16,9 @@ from fairseq.options import get_training_parser, parse_args_and_arch
 from omegaconf import OmegaConf
 
 import quest_core
+from quest_core.hosts.inject import REPORT
+from quest_fairseq.adapter import put
+from quest_fairseq.config import read
 
 SIZES = ["embed-dim", "16", "ffn-embed-dim", "32", "attention-heads", "4", "layers", "1"]
 S2T = [*(f"--{part}-{x}" if i % 2 == 0 else x for part in ("encoder", "decoder") for i, x in enumerate(SIZES))]
@@ -85,6 +88,12 @@ def test_an_encoder_of_another_attention_is_refused_or_converted(tmp_path: Path)
     path = saved(tmp_path / "qnorm.pt", translator("quest_s2t_transformer", "--attention", "qnorm"))
     with pytest.raises(quest_core.CheckpointError, match="trained with attention 'qnorm'"):
         translator("quest_s2t_transformer", "--load-pretrained-encoder-from", path)
+
+
+def test_a_part_without_attention_stays_as_it_is() -> None:
+    part = torch.nn.LSTM(4, 4)
+    put(read(options("quest_s2t_transformer", *S2T)), part, part=True)
+    assert not hasattr(part, REPORT)
 
 
 def test_a_pretrained_wav2vec_keeps_its_attention_or_is_compared(tmp_path: Path) -> None:

@@ -78,6 +78,8 @@ def put(asked: Asked, model: nn.Module, *, fresh: bool = True, part: bool = Fals
         UnsupportedError, InjectionError: as `inject`.
     """
     sites = [*FairseqAdapter().sites(model)]
+    if part and not sites:  # LSTMs, convolutions
+        return
     found = {_part(site) for site in sites}
     for name in () if part else asked.named:
         if name not in found:
