@@ -719,11 +719,68 @@ def test_a_scale_that_the_host_puts_on_queries_or_keys_is_undone(
 
 def test_other_factors_of_the_host_stay() -> None:
     x = torch.randn(2, 5, 16)
-    for host, factor in ((Scaled(0.7, 1, 1.0), 0.7), (Scaled(0.5, 1, 1.0, normed=True), 0.5), (Scaled(2, 1, None), 2)):
+    for host, factor in ((Scaled(0.7, 1, 1.0), 0.7), (Scaled(2, 1, None), 2)):
         q, k, v = (split(y, 4) for y in host.qkv(x).chunk(3, -1))
-        q = F.normalize(q, dim=-1) if host.normed else q
         want = F.scaled_dot_product_attention(q * factor, F.normalize(k, dim=-1), v, scale=1.0)
         torch.testing.assert_close(quest_core.inject(host, "quest", example=x)[0](x), want)
+
+
+def test_whether_a_scale_is_undone_does_not_depend_on_the_values_of_queries() -> None:
+    """A norm whose weights are trained gives them other norms than one that is new."""
+    for normed in (False, True):
+        host, x = Scaled(0.5, 1, 1.0, normed=normed), torch.randn(2, 5, 16)
+        quest_core.inject(host, "quest", example=x)
+        assert host.undone == (2, 1)
+
+
+class Lost(Scaled):
+    """Changes its queries after it has scaled them, by a learned factor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (split(y, 4) for y in self.qkv(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q * 0.5 * self.qkv.bias[:4], k, v, scale=self.scale)
+
+
+def test_the_report_names_factors_that_cannot_be_told_apart() -> None:
+    for scale in (1.0, None):
+        _, report = quest_core.inject(Lost(1, 1, scale), "quest", example=torch.randn(2, 5, 16))
+        assert ("factors of its own, which stay" in report.replacements[0].note) == (scale == 1)
+
+
+class Turning(Scaled):
+    """Scales the queries of one call and the keys of the next."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (split(y, 4) for y in self.qkv(x).chunk(3, -1))
+        once = F.scaled_dot_product_attention(q * 0.5, k, v, scale=1.0)
+        return once + F.scaled_dot_product_attention(q, k * 0.5, v, scale=1.0)
+
+
+def test_calls_with_other_factors_take_only_standard() -> None:
+    model, x = Turning(1, 1, None), torch.randn(2, 5, 16)
+    want = model(x)
+    with pytest.raises(UnsupportedError, match="by other factors in one call than in another"):
+        quest_core.inject(model, "quest", example=x)
+    assert torch.equal(quest_core.inject(model, "standard", example=x)[0](x), want)
+
+
+class Rotating(Scaled):
+    """Scales queries before RoPE, whose tables it makes and scales in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (split(y, 4) for y in self.qkv(x).chunk(3, -1))
+        angles = torch.arange(x.shape[1])[:, None] * torch.tensor([1.0, 0.1, 1.0, 0.1]) * 1.0
+        cos, sin = angles.cos() * 1.0, angles.sin() * 1.0
+        q, k = (y * cos + torch.cat((-y[..., 2:], y[..., :2]), -1) * sin for y in (q * self.of_q, k))
+        return F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+
+
+def test_a_scale_before_rope_is_undone() -> None:
+    host, plain, x = Rotating(0.5, 1, 1.0), Rotating(1, 1, None), torch.randn(2, 5, 16)
+    plain.load_state_dict(host.state_dict())
+    for model in (host, plain):
+        quest_core.inject(model, "quest", example=x)
+    torch.testing.assert_close(host(x), plain(x))
 
 
 def test_the_scale_of_flex_attention_on_queries_is_undone() -> None:

@@ -249,7 +249,7 @@ class Following(TorchFunctionMode):
                     flow.origin.uses.append("by entries")
                 if kind == "product" and (self._is_logits(other) or not self._hides(other)):
                     why = LEARNED if learned else "a tensor of factors"
-                elif flow.factor != 1 and self.flows(other):
+                elif flow.factor != 1 and any(f.origin is not ACTIVATION for f in self.flows(other)):
                     why = "a factor, and a product after it"
                 changed.append(flow._replace(odd=flow.odd or why))
             changed += [

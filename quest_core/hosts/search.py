@@ -189,9 +189,7 @@ class Search(Following):
         call = replace(FUNCTIONS[func].read(frame.path, *args, **kwargs), repeated=frame.calls > 1)
         if call.function != "multi_head_attention_forward":
             given = dict(zip(("query", "key"), args, strict=False)) | kwargs
-            q = given["query"]
-            if not may_read(q, waits=True) or common_norm(q, 1e-2) is None:  # else the factor is a part of its norm
-                call = call.scaled_before((factor_of(self.flows(q)), factor_of(self.flows(given["key"]))))
+            call = call.scaled_before(*(factor_of(self.flows(given[name])) for name in ("query", "key")))
         self.calls[frame.path] = self.calls[frame.path].joined(call) if frame.path in self.calls else call
 
     def _by_entries(self, args: Any, out: Tensor) -> None:

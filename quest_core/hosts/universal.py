@@ -55,7 +55,7 @@ class Call:
     kv_heads: int  # key/value heads G
     head_dim: int  # features D of a query head
     scale: float | None = None  # the host's factor on q·k; None for 1/√D
-    factors: tuple[float, float] = (1.0, 1.0)  # by which the host multiplied q and k before, in place of a scale
+    factors: tuple[float, float] | None = (1.0, 1.0)  # by which the host multiplied q and k before, in place of a scale
     causal: bool = False  # the call or its mask hid every later key
     cross: bool = False  # queries and keys had different numbers of tokens
     masked: bool = False  # a mask hid other pairs of queries and keys than whole keys
@@ -81,16 +81,16 @@ class Call:
         """Return the factor of the call on q·k."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
-    def scaled_before(self, factors: tuple[float | None, float | None]) -> Call:
-        """Return the call of a host that multiplied its queries and keys by `factors`, None if they are not known.
+    def scaled_before(self, of_q: float | None, of_k: float | None) -> Call:
+        """Return the call of a host that multiplied its queries and keys by factors; None if they cannot be separated.
 
         They count as its scale if they make the scale of the call to 1/√D.
         """
-        one, two = factors
-        if one is None or two is None or (one, two) == (1, 1):
-            return self
-        whole = one * two * self.scale_of(self.head_dim) * math.sqrt(self.head_dim)
-        return replace(self, factors=(one, two)) if math.isclose(whole, 1, rel_tol=1e-2) else self
+        whole = self.scale_of(self.head_dim) * math.sqrt(self.head_dim)
+        if of_q is None or of_k is None:
+            note = "the host multiplies queries or keys by factors of its own, which stay"
+            return self if math.isclose(whole, 1, rel_tol=1e-2) else replace(self, note=note)
+        return replace(self, factors=(of_q, of_k)) if math.isclose(of_q * of_k * whole, 1, rel_tol=1e-2) else self
 
     def sizes(self, config: AttentionConfig) -> HeadSizes:
         """Return the sizes of the heads that `config` asks for."""
@@ -100,7 +100,7 @@ class Call:
         """Return the draft of the module as a site with a mechanism; its parameters are the same objects."""
         made = site_draft(Routed, module, replace(self, query=None))
         scale, made.undone = self.scale, None
-        if self.factors != (1, 1) and not config.is_standard:
+        if self.factors is not None and not config.is_standard and self.factors != (1, 1):
             made.undone = tuple(1 / factor for factor in self.factors)
             scale = math.prod((self.scale_of(self.head_dim), *self.factors))
         made.mechanism = mechanism_for(module, config, self.sizes(config), scale, like=self.query)
@@ -112,6 +112,8 @@ class Call:
         """Return what `config` needs beyond the q, k and v of a call, or None."""
         if self.function == "flex_attention" and (why := beyond_operands(config)):
             return why
+        if self.factors is None and not config.is_standard:
+            return "it multiplies queries and keys by other factors in one call than in another"
         try:
             groups = self.sizes(config).kv_heads
         except ConfigError:  # `draft` says it
@@ -135,7 +137,7 @@ class Call:
         Raises:
             UnsupportedError: they differ in the function, heads, features or scale.
         """
-        for name in ("function", "heads", "kv_heads", "head_dim", "scale", "factors", "axes"):
+        for name in ("function", "heads", "kv_heads", "head_dim", "scale", "axes"):
             one, two = getattr(self, name), getattr(other, name)
             if one != two:
                 raise UnsupportedError(
@@ -144,7 +146,10 @@ class Call:
                 )
         flags = ("causal", "cross", "masked", "dropout", "repeated", "weights")
         note = self.note if self.note == other.note else ""
-        return replace(self, note=note, **{name: getattr(self, name) or getattr(other, name) for name in flags})
+        factors = self.factors if self.factors == other.factors else None
+        return replace(
+            self, note=note, factors=factors, **{name: getattr(self, name) or getattr(other, name) for name in flags}
+        )
 
 
 class _Arguments(NamedTuple):
