@@ -225,6 +225,27 @@ def test_a_model_is_not_looked_at_where_none_is_asked_for(tmp_path):
     assert {row.adapter for row in model.attention_report.replacements} == {"universal"}
 
 
+@pytest.mark.parametrize("position", ["rotary", "absolute"])
+def test_a_factor_before_rope_is_undone(position, monkeypatch):
+    """ESM multiplies its queries by 1/√D and calls with a scale of 1."""
+    sizes = {"vocab_size": 20, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 32, "position_embedding_type": position, "pad_token_id": 1, "mask_token_id": 2}
+    model = hf.AutoModel.from_config(hf.EsmConfig(**sizes), attn_implementation="quest").eval()
+    made, norms = [], []
+    query = model.encoder.layer[0].attention.self.query
+    query.register_forward_hook(lambda _, __, out: made.append(out.unflatten(-1, (2, 16)).norm(dim=-1)))
+    stock = torch.nn.functional.scaled_dot_product_attention
+
+    def attend(q, *others, **options):
+        assert options["scale"] == 1
+        norms.append(q.norm(dim=-1).mT)
+        return stock(q, *others, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    model(torch.randint(3, 20, (2, 7)))
+    torch.testing.assert_close(norms, made)
+
+
 def test_a_learned_factor_is_no_scaling():
     sizes = {"head_dim": 8, "horizon_length": 8, "patch_length": 4, "context_length": 16}
     config = hf.TimesFmConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, **sizes)

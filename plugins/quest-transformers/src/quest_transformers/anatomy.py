@@ -57,6 +57,12 @@ def _named(module: nn.Module) -> tuple[str, ...]:
     return () if code is None else code.co_names
 
 
+def _scales_queries(module: nn.Module) -> bool:
+    """Whether a module's forward names the exponent −½, as ESM's, which multiplies its queries before RoPE."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and -0.5 in code.co_consts
+
+
 def turns(module: nn.Module) -> bool:
     """Whether a module's forward turns queries and keys by their positions."""
     return any(name.startswith("apply_rotary") for name in _named(module))
@@ -129,8 +135,8 @@ def examine(module: Any) -> Anatomy:
     drop = _first(module, _DROPOUT)
     dropout = float(getattr(drop, "p", drop) or 0.0)
     scaling = getattr(module, "scaling", None)
-    if not isinstance(scaling, int | float):  # TimesFM's is learned, and its forward has multiplied the queries by it
-        scaling = head_dim**-0.5
+    if not isinstance(scaling, int | float) or (scaling == 1 and _scales_queries(module)):
+        scaling = head_dim**-0.5  # TimesFM's is learned, and its forward has multiplied the queries by it
     return Anatomy(heads, kv_heads, head_dim, scaling, role(module), dropout, projections)
 
 
