@@ -77,6 +77,13 @@ def test_a_run_does_not_go_on_with_an_optimizer_of_larger_projections(
     assert "num_updates=2" in tools.train(lm_data, *given, "--reset-optimizer", updates=2)
 
 
+@pytest.mark.parametrize("optimizer", ["adafactor", "adagrad"])
+def test_runs_with_other_optimizers_go_on(tools: Tools, lm_data: Path, tmp_path: Path, optimizer: str) -> None:
+    given = ["--attention", "quest", "--save-dir", tmp_path, "--optimizer", optimizer]
+    tools.train(lm_data, *given, updates=2)
+    assert "num_updates=4" in tools.train(lm_data, *given, updates=4)
+
+
 def test_fine_tuning_a_stock_checkpoint(tools: Tools, lm_data: Path, stock: Path, tmp_path: Path) -> None:
     attention = "quest+gqa(kv_heads=2)"
     given = ["--attention", attention, "--finetune-from-model", stock, "--lr", "0"]

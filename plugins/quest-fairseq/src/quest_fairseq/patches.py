@@ -93,8 +93,10 @@ def _resume_the_same(
         if not reset_optimizer:
             warnings.simplefilter("error", AttentionMismatchWarning)
         loaded = stock(self, filename, reset_optimizer, *others, **more)
-    for weight, state in self.optimizer.optimizer.state.items() if self._optimizer is not None else ():
-        kept = next((x for x in state.values() if isinstance(x, Tensor) and x.dim() > 0), weight)
+    states = {} if self._optimizer is None else getattr(self.optimizer.optimizer, "state", {})
+    for weight, state in states.items():
+        tensors = (x for x in state.values() if isinstance(x, Tensor) and x.dim() == weight.dim())
+        kept = next(tensors, weight)  # Adafactor's have fewer axes
         if kept.shape != weight.shape:
             raise CheckpointError(
                 f"expected an optimizer of the model in {filename}, and its state has the shape {list(kept.shape)} for "
