@@ -158,7 +158,7 @@ class Component(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, was in before.items():
             now = self._buffers[name]
-            if was is not None and now is not None and now.dtype != torch.float32:
+            if was is not None and now is not None and was.dtype == torch.float32 != now.dtype:
                 self._buffers[name] = was.to(now.device)  # half precision rounds the step of a moving average away
         return self
 

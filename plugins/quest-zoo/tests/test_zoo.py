@@ -263,3 +263,18 @@ def test_qk_clip_refuses_what_follows_the_product() -> None:
 def test_logits_without_a_mask_are_refused_where_they_need_more_than_queries_and_keys(name: str) -> None:
     with pytest.raises(quest_core.UnsupportedError, match="no logits that queries and keys determine"):
         quest_core.Mechanism(name, num_heads=4, head_dim=8).logits(*torch.randn(2, 1, 4, 5, 8))
+
+
+@pytest.mark.parametrize("name", ["kscale", "fkn"])
+def test_a_running_scale_in_training_mode_takes_steps_of_decoding_and_overflows(name: str) -> None:
+    layer = quest_core.Attention(32, 4, name).train()
+    cache, mask = quest_core.Cache(), torch.ones(2, 1, 1, 5, dtype=torch.bool)
+    mask[0, ..., :1] = False
+    with torch.no_grad():
+        for begin, end in ((0, 2), (2, 4), (4, 5)):
+            layer(torch.randn(2, end - begin, 32), is_causal=True, cache=cache, attn_mask=mask[..., :end])
+    running, steps = layer.mechanism.score.running.clone(), layer.mechanism.score.steps.clone()
+    q = torch.randn(2, 4, 5, 8)
+    layer.mechanism(q, torch.where(torch.arange(5)[:, None] == 2, torch.inf, q), q)
+    assert steps == layer.mechanism.score.steps == 3
+    torch.testing.assert_close(layer.mechanism.score.pending, running, rtol=0.2, atol=0)

@@ -62,6 +62,8 @@ class KeyScale(Score):
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, is_causal: bool, **how: Any
     ) -> tuple[Tensor, Tensor, float]:
         if self.training and not is_recomputing():
+            if mask is not None and (cache := how.get("cache")) is not None and mask.shape[-1] > 1:
+                mask = mask[..., cache.tokens :]  # k has the new tokens
             self.observe(k, mask)
         return super().forward(q, k, v, mask=mask, is_causal=is_causal, **how)
 
@@ -82,15 +84,14 @@ class KeyScale(Score):
         if (active := transform()) is not None:
             raise UnsupportedError(f"attention '{self.name}' counts norms while training, which {active} forbids")
         norm = torch.linalg.vector_norm(k.detach(), dim=-1, dtype=wider(k.dtype))  # [B, G, M]
-        seen = torch.ones_like(norm[:, 0])  # [B, M]
+        seen = torch.ones_like(norm[:, 0], dtype=torch.bool)  # [B, M]
         if mask is not None:
-            seen = seen * visible(mask).any(2).any(1)
-        total = seen.sum()
-        mean = (norm * seen[:, None]).sum((0, 2)) / total  # [G]
-        now = torch.where(total > 0, mean.to(self.pending), self.pending)
-        self.running.copy_(torch.where(self.steps == 0, now, self.pending))
-        self.pending.copy_(torch.lerp(self.running, now, MOMENTUM))
-        self.steps.add_(total > 0)
+            seen = seen & visible(mask).any(2).any(1)
+        now = (torch.where(seen[:, None], norm, 0).sum((0, 2)) / seen.sum()).to(self.pending)  # [G]
+        counts = now.isfinite().all()  # not after an overflow, or without keys
+        self.running.copy_(torch.where(counts & (self.steps == 0), now, self.pending))
+        self.pending.copy_(torch.where(counts, torch.lerp(self.running, now, MOMENTUM), self.pending))
+        self.steps.add_(counts)
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, *, head: Tensor, seen: Tensor) -> Tensor:
         k = k / self.running[:, None, None] * self.gain
