@@ -68,6 +68,8 @@ def test_seeds_that_are_equal_but_for_rounding_are_neither_won_nor_lost() -> Non
     ours, base = ({seed: value} | {9: 50.0} for seed, value in ((0, 0.1 * 3), (0, 0.3)))
     found = compare(ours | {1: 41.0}, base | {1: 40.0}, True)
     assert (found.wins, found.losses, found.ties) == (1, 0, 2)
+    found = compare({0: 1.0, 1: 2.0, 2: math.inf}, {0: 2.0, 1: 3.0, 2: 1e12}, False)  # one far value hides no win
+    assert (found.wins, found.losses, found.ties) == (2, 1, 0)
     (found,) = correct([compare(dict.fromkeys(range(8), 0.1 * 3), dict.fromkeys(range(8), 0.3), True)])
     assert (found.p, found.mark) == (1, "")
     assert verdict(found, "standard") == "equal to standard on every seed"

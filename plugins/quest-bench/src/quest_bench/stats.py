@@ -115,7 +115,7 @@ def compare(ours: Mapping[int, float], baseline: Mapping[int, float], higher_is_
     baseline_failed = sum(not math.isfinite(b) for _, b in pairs)
     sign = 1 if higher_is_better else -1
     rounding = ROUNDING * max((abs(value) for pair in pairs for value in pair if math.isfinite(value)), default=0.0)
-    apart = [(_worth(a, sign), _worth(b, sign)) for a, b in pairs if not abs(a - b) <= rounding]
+    apart = [(_worth(a, sign), _worth(b, sign)) for a, b in pairs if not math.isclose(a, b, rel_tol=ROUNDING)]
     wins, losses = sum(a > b for a, b in apart), sum(a < b for a, b in apart)
     found = estimate(differences)
     test, p, gain = "", math.nan, 0.0
