@@ -38,7 +38,7 @@ class RelativeAttention(HostAttention):
             if part.chained:
                 return f"'{part.name}' changes queries by the values of tokens, and relative positions have no values"
             if part.axis == "score" and ("tokens" in part.reads or part.stateful):
-                return f"'{part.name}' depends on other tokens, and relative positions are no tokens"
+                return f"'{part.name}' depends on other tokens, which relative positions are not"
             if part.axis == "score_mod":
                 return f"'{part.name}' changes logits, which are sums of two products here"
         return None
