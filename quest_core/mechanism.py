@@ -438,9 +438,12 @@ class Mechanism(CheckpointGuard):
             raise InputError(f"k has head_dim {key_dim}; expected {expected}")
         if groups_v != groups or m_v != m:
             raise InputError(f"k has (heads, tokens) {(groups, m)} but v has {(groups_v, m_v)}")
-        single = [p.name for p in self.config.components if p.axis in ("score_mod", "output") and not p.cross]
-        if single and n > m + cached:
-            raise InputError(f"q has {n} tokens and k has {m + cached}; '{single[0]}' needs those of one sequence")
+        if n > m + cached:
+            for part in self.config.components:
+                if part.axis in ("score_mod", "output") and not part.cross:
+                    raise InputError(
+                        f"q has {n} tokens and k has {m + cached}; '{part.name}' needs those of one sequence"
+                    )
         if not 0 <= dropout_p < 1:
             raise InputError(f"dropout_p is {dropout_p}; expected a probability in [0, 1)")
         why = None
