@@ -6,11 +6,11 @@ import functools
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
-from quest_core.checkpoints import compare, encode
+from quest_core.checkpoints import compare
 from quest_core.config import AttentionConfig
 from quest_core.drafts import host_class
 from quest_core.errors import ConfigError
@@ -81,43 +81,59 @@ def put(asked: Asked, model: nn.Module, *, fresh: bool = True, part: bool = Fals
     if part and not sites:  # LSTMs, convolutions
         return
     found = {_part(site) for site in sites}
-    for name in () if part else asked.named:
-        if name not in found:
-            has = " and ".join(sorted(found)) or "no"
-            raise ConfigError(
-                f"--attention-{name} (yaml: attention_{name}) is given, and {type(model).__name__} has {has} "
-                "attention; leave the option out"
-            )
+    if not part:
+        _refuse_missing(asked, found, type(model).__name__)
     held = {site.module: _fits(site, asked) for site in sites if hasattr(site.module, "mechanism")}
     done = [module for module, fits in held.items() if fits]
+    fresh = fresh or (bool(held) and len(done) == len(held))  # what was loaded is done
     groups: dict[AttentionConfig, list[str]] = {}
     for name in PARTS:
         if name in found or not found:
             groups.setdefault(asked.of[name], []).append(name)
-    fresh = fresh or (bool(held) and len(done) == len(held))  # what was loaded is done
-    options = {"fresh": fresh, "attention_from": asked.trained, "allow_partial": asked.allow_partial}
-    reports = {path: vars(m)[REPORT] for path, m in model.named_modules() if done and REPORT in vars(m)}
-    rows = [replace(row, path=f"{path}.{row.path}") for path, r in reports.items() for row in r.replacements]
-    made: list[Report] = []
+    reports = _reports_of_parts(model) if done else []
     for config, parts in groups.items():
         adapter = FairseqAdapter(parts if len(groups) > 1 else PARTS, done)
-        if done and not any(True for _ in adapter.sites(model)):
+        if done and not [*adapter.sites(model)]:
             continue
         if not fresh and not held:
             compare(None, config, asked.trained, " and ".join(parts), model)
-        made.append(inject(model, config, adapter=adapter, **options)[1])  # type: ignore[arg-type]
-    rows += [row for report in made for row in report.replacements]
-    known = {row.path for row in rows}
-    left = [path for path in made[0].left_alone if path not in known] if made else []
+        options: dict[str, Any] = {"attention_from": asked.trained, "allow_partial": asked.allow_partial}
+        reports.append(inject(model, config, adapter=adapter, fresh=fresh, **options)[1])
     kinds = "; ".join(f"{' and '.join(parts)}: {config}" for config, parts in groups.items())
-    said = kinds if len(groups) > 1 else str(next(iter(groups)))
-    started = any(report.started for report in (*reports.values(), *made))
-    vars(model)[REPORT] = Report(said, tuple(rows), tuple(left), started)
+    vars(model)[REPORT] = _joined(kinds if len(groups) > 1 else str(next(iter(groups))), reports)
     if not part:
         vars(model)[REPORT].announce()
 
 
+def _refuse_missing(asked: Asked, found: set[str], kind: str) -> None:
+    """Raise ConfigError if an option names a part that a model of the class `kind` does not have."""
+    for name in asked.named:
+        if name not in found:
+            has = " and ".join(sorted(found)) or "no"
+            raise ConfigError(
+                f"--attention-{name} (yaml: attention_{name}) is given, and {kind} has {has} attention; leave the "
+                "option out"
+            )
+
+
 def _fits(site: Site, asked: Asked) -> bool:
     """Return whether a site has the attention that is asked for; raises CheckpointError as a checkpoint of it would."""
-    entry = encode(site.module.mechanism.config)  # type: ignore[union-attr, arg-type]
-    return compare(entry, asked.of[_part(site)], asked.trained, site.path, site)
+    mechanism: Any = site.module.mechanism
+    return compare(mechanism.attention_is_not_standard, asked.of[_part(site)], asked.trained, site.path, site)
+
+
+def _reports_of_parts(model: nn.Module) -> list[Report]:
+    """Return the reports of the loaded parts of a model, with its paths."""
+    found = {path: vars(part)[REPORT] for path, part in model.named_modules() if path and REPORT in vars(part)}
+    return [
+        replace(report, replacements=tuple(replace(row, path=f"{path}.{row.path}") for row in report.replacements))
+        for path, report in found.items()
+    ]
+
+
+def _joined(attention: str, reports: list[Report]) -> Report:
+    """Return one report of several on the same model; a path that one of them replaced is not left."""
+    rows = tuple(row for report in reports for row in report.replacements)
+    known = {row.path for row in rows}
+    left = dict.fromkeys(path for report in reports for path in report.left_alone if path not in known)
+    return Report(attention, rows, tuple(left), any(report.started for report in reports))
