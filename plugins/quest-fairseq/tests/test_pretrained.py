@@ -105,8 +105,9 @@ def test_a_pretrained_wav2vec_keeps_its_attention_or_is_compared(tmp_path: Path)
     with pytest.raises(quest_core.CheckpointError, match="trained with attention 'qnorm'"):
         listener(path)
     assert attentions(listener(path, attention_from="qnorm")) == {"quest"}
-    path = pretrained(tmp_path / "stock.pt", "wav2vec2")
-    with pytest.warns(quest_core.AttentionMismatchWarning, match=WARNING):
-        assert attentions(listener(path)) == {"quest"}
+    for arch, *attention in (("quest_wav2vec2", "--attention", "standard"), ("wav2vec2",)):
+        path = pretrained(tmp_path / "stock.pt", arch, *attention)
+        with pytest.warns(quest_core.AttentionMismatchWarning, match=WARNING):
+            assert attentions(listener(path)) == {"quest"}
     with pytest.raises(quest_core.QuestError, match="leave the option out"):
         listener(path, attention="quest(init=12)")
