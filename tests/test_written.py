@@ -100,6 +100,16 @@ def scale_on_normed_queries(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.softmax((q * D**-0.5) @ k.mT, dim=-1) @ v
 
 
+@right(lambda m, q, k, v: quest(F.normalize(q, dim=-1), k, v))
+def scale_on_queries_that_alone_are_normed(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((F.normalize(q, dim=-1) * D**-0.5) @ k.mT).softmax(-1) @ v
+
+
+@right(lambda m, q, k, v: quest(F.normalize(q, dim=-1) * 7, k, v))
+def another_factor_on_queries_that_alone_are_normed(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((F.normalize(q, dim=-1) * 7) @ k.mT).softmax(-1) @ v
+
+
 @right(lambda m, q, k, v: quest(q, k, v, m.bias))
 def baddbmm_with_alpha(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     bias = m.bias.expand(B, H, N, N).reshape(-1, N, N)

@@ -160,7 +160,7 @@ class _Judge:
         batch = {*letters[2]} - over
         split = [s for s in letters[query] if s in batch and s in (q.features or ())]
         factors = q.factor, k.factor, flow.factor
-        product = Product(letters, query, factors, _keeps_factor(q, k, factors))
+        product = Product(letters, query, factors, _keeps_factor(q, k, factors, q.sizes[feature]))
         if len(split) == 1 and [*map(len, replace(product, head=split[0]).axes)] == [1] * 5:
             product = replace(product, head=split[0])
         tokens = math.prod(q.sizes[s] for s in letters[query] if s in batch - {*letters[key], *split})
@@ -179,11 +179,13 @@ class _Judge:
         )
 
 
-def _keeps_factor(q: Operand, k: Operand, factors: tuple[float, float, float]) -> bool:
+def _keeps_factor(q: Operand, k: Operand, factors: tuple[float, float, float], head_dim: int) -> bool:
     """Return whether the factor on queries is a part of the host's norm; UnsupportedError for cosine attention."""
     if q.norm is None:
         return False
-    if k.norm is None or abs(factors[2] * k.norm - 1) < 0.1:
+    if k.norm is None:  # 1/√D is the scale of attention, whatever norms the queries of the example have
+        return not math.isclose(math.prod(factors) * math.sqrt(head_dim), 1, rel_tol=1e-2)
+    if abs(factors[2] * k.norm - 1) < 0.1:
         return True
     if abs(factors[0] * factors[2] * k.norm - 1) < 0.1:
         return False
