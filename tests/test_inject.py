@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import quest_core
@@ -81,6 +82,20 @@ def test_training_mode_type_and_frozen_parameters_are_kept() -> None:
     assert not any(m.training for m in model.modules())
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert not any(p.requires_grad for p in model.parameters())  # those of the mechanism too
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_an_attention_without_parameters_follows_the_module_around_it(frozen: bool) -> None:
+    class Weigh(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(x, x, x)
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8).requires_grad_(not frozen), Weigh()))
+    x = torch.randn(2, 1, 5, 8)
+    quest_core.inject(model, "qknorm-ds", example=x)
+    own = [p for name, p in model.named_parameters() if "mechanism" in name]
+    assert own
+    assert all(p.requires_grad != frozen for p in own)
 
 
 def test_a_model_without_attention_is_an_error() -> None:

@@ -120,6 +120,8 @@ def test_a_model_that_cannot_be_measured_stays_as_it_was():
         quest_core.Watch(model)
     with pytest.raises(quest_core.ConfigError, match="every is 0"):
         quest_core.Watch(encoder(), every=0)
+    with pytest.raises(quest_core.ConfigError, match="steps is -5"):
+        quest_core.Watch(encoder(), steps=-5)
 
 
 def test_summary_leaves_out_heads_that_saw_nothing():

@@ -366,7 +366,10 @@ class Adapter(ABC):
         """
 
     def disconnect(self, model: nn.Module) -> None:  # noqa: B027
-        """Undo `connect` where a model was built with attention of quest_core; its modules are the host's again."""
+        """Undo `connect` where a model was built with attention of quest_core; its modules are the host's again.
+
+        It must not raise.
+        """
 
     def projected(self, module: nn.Module) -> list[Projected]:
         """Return the parts of a replacement that describe their projections.

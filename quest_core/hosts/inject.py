@@ -274,6 +274,8 @@ def inject(
                 f"{type(owner).__name__}.replace returned another module than a draft of '{site.path}'; make it by "
                 "HostAttention.adopt or quest_core.drafts.draft"
             )
+        if _is_frozen_around(model, site):
+            one.requires_grad_(False)
     _keep_ties([site.module for _, site in chosen], made)
     drafts: dict[nn.Module, Any] = {origin_of(one): one for one in made}
     for owner in adapters:  # also those that own no site: their hosts' configs may say the attention
@@ -343,6 +345,17 @@ def uninject(model: nn.Module) -> nn.Module:
         hook.remove()
     vars(model).pop(REPORT, None)
     return model
+
+
+def _is_frozen_around(model: nn.Module, site: Site) -> bool:
+    """Return whether a site has no parameters, and the nearest module around it that has some is frozen."""
+    path, held = site.path, [*site.module.parameters()]
+    if held:
+        return False
+    while path and not held:
+        path = path.rpartition(".")[0]
+        held = [*model.get_submodule(path).parameters()]
+    return bool(held) and not any(p.requires_grad for p in held)
 
 
 def _refuse_partial(

@@ -38,7 +38,7 @@ class Watch:
         steps: how many were taken before, in a run that goes on.
 
     Raises:
-        ConfigError: `every` is not a positive whole number, or as QKClip.
+        ConfigError: `every` is not a positive whole number, `steps` is not a whole number, or as QKClip.
         InjectionError: the model has no attention that can be measured.
         UnsupportedError: as QKClip.
 
@@ -53,6 +53,8 @@ class Watch:
     ) -> None:
         if not isinstance(every, int) or every < 1:
             raise ConfigError(f"every is {every!r}; measure every n-th step with a whole number of at least 1")
+        if not isinstance(steps, int) or steps < 0:
+            raise ConfigError(f"steps is {steps!r}; give the steps taken before as a whole number of at least 0")
         self.model, self.every, self.steps = model, every, steps
         self.history: list[tuple[int, dict[str, Any]]] = []
         self.latest: dict[str, float] = {}

@@ -11,7 +11,7 @@ from quest_core import Option, register
 from quest_core.mechanisms import Dims, local, wider
 from quest_core.mechanisms.scores import SCALE, Standard
 
-EPS = Option("eps", float, 1e-6, "added to the mean square", 0)
+EPS = Option("eps", float, 1e-6, "added to the mean square", 1e-12)
 
 
 @register("qk-rmsnorm", source="Qwen3, 2025: arXiv 2505.09388", options=(SCALE, EPS))
