@@ -1,7 +1,5 @@
 """mmsegmentation's own tools/train.py and tools/test.py, unmodified, on a shrunk Segmenter and generated scenes."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -10,7 +8,6 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import mmseg
@@ -85,7 +82,7 @@ log_level = "WARNING"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("mmseg")
     scenes.write(made / "scenes", train=6, validation=2, size=48)
     for name, kind in (("stock", ""), ("ours", 'type="quest_mmseg.EncoderDecoder", attention="standard",')):
@@ -96,10 +93,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tool(folder: Path) -> Callable[..., None]:
+def tool(folder):
     """tool("train.py", ...) runs the tool as a command would, in this process, from the folder of the scenes."""
 
-    def run(name: str, *arguments: str) -> None:
+    def run(name, *arguments):
         for kind in (MMLogger, MessageHub, SegLocalVisualizer):  # kept by name for the life of a process
             kind._instance_dict.clear()
         before = sys.argv, os.getcwd()
@@ -118,10 +115,10 @@ def tool(folder: Path) -> Callable[..., None]:
 
 
 @pytest.fixture(scope="module")
-def trained(folder: Path, tool: Callable[..., None]) -> Callable[[str], Path]:
+def trained(folder, tool):
     """The work folder of a training, which runs once."""
 
-    def train(attention: str) -> Path:
+    def train(attention):
         name = "".join(letter for letter in attention if letter.isalnum())
         if not (folder / name).exists():
             config = "stock.py" if attention == "stock" else "ours.py"
@@ -132,17 +129,17 @@ def trained(folder: Path, tool: Callable[..., None]) -> Callable[[str], Path]:
     return train
 
 
-def scalars(work: Path) -> list[dict[str, float]]:
+def scalars(work):
     """Every line that mmengine logged, of all runs in a work folder."""
     lines = [line for path in sorted(work.glob("*/vis_data/scalars.json")) for line in path.read_text().splitlines()]
     return [json.loads(line) for line in lines]
 
 
-def losses(work: Path) -> list[float]:
+def losses(work):
     return [line["loss"] for line in scalars(work) if "loss" in line]
 
 
-def test_standard_has_the_losses_and_scores_of_stock(trained: Callable[[str], Path]) -> None:
+def test_standard_has_the_losses_and_scores_of_stock(trained):
     stock, ours = trained("stock"), trained("standard")
     assert len(losses(stock)) == ITERATIONS
     assert losses(ours) == pytest.approx(losses(stock), rel=1e-5)
@@ -152,7 +149,7 @@ def test_standard_has_the_losses_and_scores_of_stock(trained: Callable[[str], Pa
 
 
 @pytest.mark.slow
-def test_custom_imports_are_early_enough(folder: Path) -> None:
+def test_custom_imports_are_early_enough(folder):
     """In a process that imports the plugin by a shipped config, or by `quest run`."""
     before = sorted(folder.iterdir())
     wrong = ["--cfg-options", "model.attention=quset"]
@@ -164,7 +161,7 @@ def test_custom_imports_are_early_enough(folder: Path) -> None:
     assert sorted(folder.iterdir()) == before
 
 
-def test_train_validate_and_test(trained: Callable[[str], Path], tool: Callable[..., None]) -> None:
+def test_train_validate_and_test(trained, tool):
     attention = "quest+gqa(kv_heads=1)"
     work = trained(attention)
     checkpoint = work / f"iter_{ITERATIONS}.pth"
@@ -180,9 +177,7 @@ def test_train_validate_and_test(trained: Callable[[str], Path], tool: Callable[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_a_killed_run_resumes_as_if_it_had_not_been(
-    attention: str, folder: Path, trained: Callable[[str], Path], tool: Callable[..., None]
-) -> None:
+def test_a_killed_run_resumes_as_if_it_had_not_been(attention, folder, trained, tool):
     work = Path(f"{trained(attention)}-killed")
     run = ["train.py", "ours.py", "--work-dir", str(work), "--cfg-options", f"model.attention={attention}"]
     killed = os.fork()  # a new Python would take seconds to import mmseg
@@ -190,7 +185,7 @@ def test_a_killed_run_resumes_as_if_it_had_not_been(
         steps = itertools.count(1)
         stock = OptimWrapper.step
 
-        def step(*arguments: object, **options: object) -> None:
+        def step(*arguments, **options):
             if next(steps) == ITERATIONS:  # after the forward and backward pass
                 os.kill(os.getpid(), signal.SIGKILL)
             stock(*arguments, **options)
@@ -217,9 +212,7 @@ def test_a_killed_run_resumes_as_if_it_had_not_been(
 
 
 @pytest.mark.slow
-def test_test_time_augmentation_and_corruptions(
-    folder: Path, trained: Callable[[str], Path], tool: Callable[..., None]
-) -> None:
+def test_test_time_augmentation_and_corruptions(folder, trained, tool):
     checkpoint = str(trained("standard") / f"iter_{ITERATIONS}.pth")
     tool("test.py", "ours.py", checkpoint, "--tta", "--work-dir", "tta")
     text = (folder / "ours.py").read_text()
@@ -242,7 +235,7 @@ test_dataloader["dataset"]["data_root"] = "scenes"
 
 
 @pytest.mark.slow
-def test_inference_model(folder: Path, trained: Callable[[str], Path]) -> None:
+def test_inference_model(folder, trained):
     from mmseg.apis import inference_model, init_model
 
     work = trained("quest+gqa(kv_heads=1)")
@@ -285,7 +278,7 @@ STRATEGIES = {
 
 
 @pytest.fixture(scope="module")
-def sides(folder: Path) -> Path:
+def sides(folder):
     """All that two processes run, in one start of them: torchrun and --launcher pytorch, over gloo.
 
     mmengine sets the CUDA device even where there is none. On a GPU the wrapper of DDP is mmengine's default, with the
@@ -296,9 +289,9 @@ def sides(folder: Path) -> Path:
     for name, strategy in STRATEGIES.items():
         (folder / f"flexible-{name}.py").write_text(FLEXIBLE.format(strategy=strategy))
 
-    commands: list[list[str]] = []
+    commands = []
 
-    def add(name: str, work: str, given: list[str], *options: str) -> None:
+    def add(name, work, given, *options):
         command = [str(TOOLS / name), *given, "--launcher", "pytorch", "--work-dir", work, "--cfg-options", *options]
         commands.append([*command, f"experiment_name={len(commands)}"])
 
@@ -331,7 +324,7 @@ def sides(folder: Path) -> Path:
 @pytest.mark.timeout(500)
 @pytest.mark.distributed
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_two_processes_train_validate_resume_and_test(attention: str, sides: Path) -> None:
+def test_two_processes_train_validate_resume_and_test(attention, sides):
     work = sides / f"ddp-{attention}"
     assert [line["step"] for line in scalars(work) if "loss" in line] == [1, 2, 3, 4]
     stock = losses(sides / "ddp-stock")
@@ -349,7 +342,7 @@ def test_two_processes_train_validate_resume_and_test(attention: str, sides: Pat
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 @pytest.mark.distributed
-def test_a_shipped_config_keeps_its_batch_and_schedule_on_two_processes(sides: Path, tool: Callable[..., None]) -> None:
+def test_a_shipped_config_keeps_its_batch_and_schedule_on_two_processes(sides, tool):
     tool("train.py", "shipped.py", "--work-dir", "shipped-1")
     works = {processes: sides / f"shipped-{processes}" for processes in (1, 2)}
     for processes, work in works.items():
@@ -361,7 +354,7 @@ def test_a_shipped_config_keeps_its_batch_and_schedule_on_two_processes(sides: P
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_processes_share_one_model(sides: Path, tool: Callable[..., None]) -> None:
+def test_two_processes_share_one_model(sides, tool):
     """mmengine's FSDP against its DDP by the same runner; the checkpoint is whole and remembers its attention."""
     works = [sides / f"flexible-{name}" for name in STRATEGIES]
     assert len(losses(works[0])) == ITERATIONS

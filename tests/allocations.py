@@ -1,7 +1,5 @@
 """How many bytes a call allocates, and how large its largest tensor is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +16,7 @@ def allocated(call: Callable[[], object]) -> int:
     call()  # what is made once does not count
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         call()
-    events = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = profiled.profiler.kineto_results.events()
     return sum(event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0)
 
 

@@ -1,7 +1,5 @@
 """Property tests: how many examples they draw, and that an example replays with the tensors it failed on."""
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -1,7 +1,5 @@
 """Distributions as pip would install them, written into a folder on sys.path."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Mapping

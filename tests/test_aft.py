@@ -1,16 +1,12 @@
 """The attention-free family against its float64 reference: values, gradients, extremes, memory, decoding."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
 from allocations import Largest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import quest_core
 from quest_core import ops as blocks
@@ -22,13 +18,13 @@ SEQUENCE = ["aft-simple", *ORDERED]
 
 
 @pytest.fixture(params=["one tile", "many tiles"])
-def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def tiles(request, monkeypatch):
     """Whether short sequences fill one tile or, with small ones, cross their borders in every way."""
     if request.param == "many tiles":
         small_tiles(monkeypatch)
 
 
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_tiles(monkeypatch):
     monkeypatch.setattr(aft_ops, "ROWS", 3)
     monkeypatch.setattr(aft_ops, "NARROW", 2)
     monkeypatch.setattr(aft_ops, "ELEMENTS", 40)
@@ -36,7 +32,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(blocks, name, value)
 
 
-def build(spec: str, heads: int = 2, dim: int = 3, *, spread: float = 1.0, seed: int = 0) -> quest_core.Mechanism:
+def build(spec, heads=2, dim=3, *, spread=1.0, seed=0):
     """A mechanism whose biases have deviation `spread`, in float64."""
     config = quest_core.AttentionConfig.parse(spec).to_dict()
     if config["name"] in ("aft-full", "aft-local"):
@@ -54,7 +50,7 @@ def build(spec: str, heads: int = 2, dim: int = 3, *, spread: float = 1.0, seed:
     return made
 
 
-def tensors(spec: str, batch: int, heads: int, n: int, m: int, dim: int, seed: int = 0) -> tuple[Tensor, ...]:
+def tensors(spec, batch, heads, n, m, dim, seed=0):
     made = torch.Generator().manual_seed(seed)
     key_dim = 1 if spec.startswith("aft-conv") else dim
     return tuple(
@@ -63,23 +59,14 @@ def tensors(spec: str, batch: int, heads: int, n: int, m: int, dim: int, seed: i
     )
 
 
-def truth(
-    made: quest_core.Mechanism,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Tensor | None = None,
-    is_causal: bool = False,
-    grid: tuple[int, ...] = (),
-) -> Tensor:
+def truth(made, q, k, v, *, mask=None, is_causal=False, grid=()):
     """The reference's output [B, H, N, D]; mask [B or 1, 1, 1, M]."""
     if made.config.family == "aft-conv" and grid:
-        assert made.family._extents(k.shape[2] - made.family.prefix) == list(grid)  # type: ignore[union-attr]
+        assert made.family._extents(k.shape[2] - made.family.prefix) == list(grid)
     return by_reference(made, q, k, v, attn_mask=mask, is_causal=is_causal)[0]
 
 
-def key_mask(kind: str, batch: int, m: int, seed: int) -> Tensor | None:
+def key_mask(kind, batch, m, seed):
     """[B, 1, 1, M]."""
     made = torch.Generator().manual_seed(seed + 1)
     if kind == "none":
@@ -90,9 +77,7 @@ def key_mask(kind: str, batch: int, m: int, seed: int) -> Tensor | None:
     return torch.randn(batch, 1, 1, m, generator=made, dtype=torch.float64).masked_fill(~kept, -math.inf)
 
 
-def compare(
-    made: quest_core.Mechanism, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, small: bool, **how: Any
-) -> None:
+def compare(made, q, k, v, mask, small, **how):
     """Output and gradients, of biases too, equal those of the reference, in one tile and in small ones."""
     leaves = [*(x.requires_grad_() for x in (q, k.detach(), v)), *made.parameters()]
     with pytest.MonkeyPatch.context() as patch:
@@ -106,10 +91,10 @@ def compare(
 
 
 @given(st.data())
-def test_outputs_equal_the_reference(data: st.DataObject) -> None:
+def test_outputs_equal_the_reference(data):
     """With larger numbers than tests/grid draws, and on grids with unequal sides."""
 
-    def pick(*options: Any) -> Any:
+    def pick(*options):
         return data.draw(st.sampled_from(options))
 
     spec = pick(*SEQUENCE, "aft-simple(query=false)", "aft-full(query=false)", *["aft-conv"] * 4)
@@ -125,7 +110,7 @@ def test_outputs_equal_the_reference(data: st.DataObject) -> None:
     batch, heads, dim, seed = pick(1, 2, 3), pick(1, 2), pick(1, 2, 3), pick(*range(1000))
     made = build(spec, heads, dim, spread=pick(0.1, 3.0, 80.0) if grid else pick(0.1, 3.0, 80.0, 2000.0), seed=seed)
     if len(set(grid)) > 1:
-        made.family.grid = grid  # type: ignore[union-attr]
+        made.family.grid = grid
     q, k, v = tensors(spec, batch, heads, n, m, dim, seed)
     mask = key_mask(pick("none", "boolean", "additive"), batch, m, seed)
     compare(made, q, k * pick(1.0, 80.0, 2000.0), v, mask, pick(False, True), is_causal=is_causal, grid=grid)
@@ -134,9 +119,7 @@ def test_outputs_equal_the_reference(data: st.DataObject) -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("window", [0, 2])
 @pytest.mark.parametrize("path", ["float32", "float64", "features"])
-def test_every_path_of_a_block_is_exact(
-    path: str, window: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_path_of_a_block_is_exact(path, window, is_causal, monkeypatch):
     """A product in the type of the inputs, in float64, or sums feature by feature."""
     small_tiles(monkeypatch)
     limit = {"float32": [1e9, 0], "float64": [-1.0, 1e9], "features": [-1.0, -1.0]}[path]
@@ -156,7 +139,7 @@ def test_every_path_of_a_block_is_exact(
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("spec", ["aft-full(rank=null)", "aft-local(rank=null)", "aft-conv(dims=1, window=5)"])
-def test_keys_and_biases_of_eighty_mixed(spec: str, dtype: torch.dtype) -> None:
+def test_keys_and_biases_of_eighty_mixed(spec, dtype):
     made = build(spec, 1, 4)
     noise = torch.Generator().manual_seed(3)
     signs = [torch.randint(0, 2, shape, generator=noise) * 160.0 - 80 for shape in ((40, 40), (2, 1, 24, 4))]
@@ -165,7 +148,7 @@ def test_keys_and_biases_of_eighty_mixed(spec: str, dtype: torch.dtype) -> None:
             for name, value in (("weight", [-1.0, 1, 0, 1, -1]), ("gain", [80.0]), ("shift", [0.0])):
                 getattr(made.family, name).copy_(torch.tensor(value))
         else:
-            made.family.table.copy_(signs[0])  # type: ignore[union-attr]
+            made.family.table.copy_(signs[0])
     q, _, v = tensors(spec, 2, 1, 24, 24, 4)
     k = signs[1][..., :1] if spec.startswith("aft-conv") else signs[1]
     for is_causal in [False] if spec.startswith("aft-conv") else [False, True]:
@@ -180,7 +163,7 @@ def test_keys_and_biases_of_eighty_mixed(spec: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("spec", SEQUENCE)
 @pytest.mark.usefixtures("tiles")
-def test_a_huge_future_key_changes_nothing_in_the_past(spec: str, dtype: torch.dtype) -> None:
+def test_a_huge_future_key_changes_nothing_in_the_past(spec, dtype):
     made = build(spec, 2, 3).to(dtype)
     q, k, v = (x.to(dtype) for x in tensors(spec, 2, 2, 16, 16, 3))
     before = made(q, k, v, is_causal=True)
@@ -197,7 +180,6 @@ def test_a_huge_future_key_changes_nothing_in_the_past(spec: str, dtype: torch.d
     tolerance = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-11}[dtype]
     torch.testing.assert_close(after.double(), exact, rtol=tolerance, atol=tolerance)
     after[:, :, :9].float().square().sum().backward()
-    assert loud.grad is not None
     assert loud.grad[:, :, :9].isfinite().all()
     assert loud.grad[:, :, :9].abs().sum() > 0
     assert (loud.grad[:, :, 9:] == 0).all()
@@ -207,9 +189,7 @@ def test_a_huge_future_key_changes_nothing_in_the_past(spec: str, dtype: torch.d
 @pytest.mark.parametrize("spread", [0.1, 200.0])
 @pytest.mark.parametrize("spec", ["aft-simple", "aft-local", "aft-full", "aft-conv(dims=1, window=5)"])
 @pytest.mark.drawn(3)
-def test_no_intermediate_grows_faster_than_the_sequence(
-    spec: str, spread: float, is_causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_intermediate_grows_faster_than_the_sequence(spec, spread, is_causal, monkeypatch):
     """Eight times as many tokens make no tensor more than eight times as large; a tile's worth is allowed."""
     if spec.startswith("aft-conv") and is_causal:
         return
@@ -237,21 +217,21 @@ def test_no_intermediate_grows_faster_than_the_sequence(
 
 
 @pytest.mark.parametrize(("window", "table"), [(0, True), (3, False)])
-def test_operators_keep_their_contracts(window: int, table: bool) -> None:
+def test_operators_keep_their_contracts(window, table):
     k, v, left, right = (torch.randn(shape, requires_grad=True) for shape in ((6, 4), (6, 4), (6, 2), (6, 2)))
     bias = (torch.randn(6, 6, requires_grad=True), None) if table else (left, right)
     torch.library.opcheck(aft_ops.aft_biased, (k, v, *bias, True, window))
     torch.library.opcheck(aft_ops.aft_biased, (k, v, None, None, True, 1))
 
 
-def test_starting_values_are_those_of_the_specification() -> None:
-    full: Any = quest_core.Mechanism("aft-full", num_heads=2, head_dim=4).family
+def test_starting_values_are_those_of_the_specification():
+    full = quest_core.Mechanism("aft-full", num_heads=2, head_dim=4).family
     assert full.query_positions.shape == full.key_positions.shape == (1024, 128)
     assert full.query_positions.std().item() == pytest.approx(0.01, rel=0.02)
-    table: Any = quest_core.Mechanism("aft-local(rank=null, max_length=64)", num_heads=2, head_dim=4).family
+    table = quest_core.Mechanism("aft-local(rank=null, max_length=64)", num_heads=2, head_dim=4).family
     assert table.table.shape == (64, 64)
     assert table.window == 32
-    conv: Any = quest_core.Mechanism("aft-conv", num_heads=2, head_dim=4).family
+    conv = quest_core.Mechanism("aft-conv", num_heads=2, head_dim=4).family
     assert conv.weight.shape == (2, 11, 11)
     assert (conv.bias() == 0).all()
     with torch.no_grad():
@@ -261,20 +241,20 @@ def test_starting_values_are_those_of_the_specification() -> None:
     torch.testing.assert_close(conv.bias().flatten(1).std(1, correction=0), torch.full((2,), 3.0))
 
 
-def test_a_window_of_one_position_has_no_deviation() -> None:
+def test_a_window_of_one_position_has_no_deviation():
     made = build("aft-conv(dims=1, window=1)")
     q, k, v = (x.requires_grad_() for x in tensors("aft-conv", 2, 2, 5, 5, 3))
     made(q, k, v).sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in made.parameters())
 
 
-def test_entropy_regularizer() -> None:
+def test_entropy_regularizer():
     made = build("aft-conv(window=3)", spread=2.0)
-    family: Any = made.family
+    family = made.family
     p = family.bias().flatten(1).softmax(1)
     want = -(p * p.log()).sum()
     torch.testing.assert_close(family.entropy(), want)
-    other: Any = build("aft-conv(window=3)").family
+    other = build("aft-conv(window=3)").family
     model = torch.nn.Sequential(made, other, torch.nn.Linear(2, 2))
     torch.testing.assert_close(aft_conv.position_entropy(model), want + other.entropy())
     assert aft_conv.position_entropy(torch.nn.Linear(2, 2)) == 0
@@ -285,7 +265,7 @@ def test_entropy_regularizer() -> None:
     assert family.entropy() < want
 
 
-def test_gumbel_positions_are_sampled_in_training_and_hard_in_evaluation() -> None:
+def test_gumbel_positions_are_sampled_in_training_and_hard_in_evaluation():
     made = build("aft-conv(dims=1, window=5, gumbel=true)", spread=2.0)
     q, k, v = tensors("aft-conv", 2, 2, 7, 7, 3)
     torch.testing.assert_close(made(q, k, v), truth(made, q, k, v, grid=(7,)))
@@ -299,9 +279,9 @@ def test_gumbel_positions_are_sampled_in_training_and_hard_in_evaluation() -> No
     assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in made.parameters())
 
 
-def test_gumbel_samples_have_the_temperature_of_the_paper() -> None:
+def test_gumbel_samples_have_the_temperature_of_the_paper():
     made = build("aft-conv(dims=1, window=3, gumbel=true)").train()
-    family: Any = made.family
+    family = made.family
     w = family.bias().detach()
     torch.manual_seed(2)
     got = family._positions().detach()
@@ -310,19 +290,19 @@ def test_gumbel_samples_have_the_temperature_of_the_paper() -> None:
     torch.testing.assert_close(got, w * ((w + noise) / 0.5).softmax(1))
 
 
-def test_a_bias_that_cancels_the_loudest_key_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bias_that_cancels_the_loudest_key_is_exact(monkeypatch):
     """exp(w) − 1 is nearly −1 where the global sum is nearly that key: their difference would be noise."""
     monkeypatch.setattr(blocks, "PLAIN_WEIGHTS", 0)
     made = build("aft-conv(dims=1, window=3)", 2, 4, spread=0.0)
     with torch.no_grad():
-        made.family.shift.fill_(-25.0)  # type: ignore[union-attr]
+        made.family.shift.fill_(-25.0)
     q, k, v = tensors("aft-conv", 1, 2, 32, 32, 4)
     k[:, :, 10] = 12
     got = made.float()(q.float(), k.float(), v.float())
     torch.testing.assert_close(got.double(), truth(made, q, k, v, grid=(32,)), rtol=1e-5, atol=1e-5)
 
 
-def test_large_grids_take_the_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_grids_take_the_convolution(monkeypatch):
     taken = []
     real = aft_conv._convolve
     monkeypatch.setattr(aft_conv, "_convolve", lambda k, *more: taken.append(k.shape[2]) or real(k, *more))
@@ -334,7 +314,7 @@ def test_large_grids_take_the_convolution(monkeypatch: pytest.MonkeyPatch) -> No
     assert taken == [144]
 
 
-def test_crops_of_several_shapes_share_one_layer() -> None:
+def test_crops_of_several_shapes_share_one_layer():
     made = build("aft-conv(window=3, prefix=1, grid=*x4)")
     for height in (2, 5):
         q, k, v = tensors("aft-conv", 1, 2, 1 + 4 * height, 1 + 4 * height, 3)
@@ -358,7 +338,7 @@ def test_crops_of_several_shapes_share_one_layer() -> None:
         ("aft-conv(dims=1, prefix=3)", 3, 3, "3 tokens less 3 prefix tokens are 0"),
     ],
 )
-def test_wrong_lengths_are_refused(spec: str, n: int, m: int, message: str) -> None:
+def test_wrong_lengths_are_refused(spec, n, m, message):
     made = quest_core.Mechanism(spec, num_heads=2, head_dim=3).double()
     with pytest.raises((quest_core.InputError, quest_core.UnsupportedError), match=message):
         made(*tensors(spec, 1, 2, n, m, 3))
@@ -376,19 +356,19 @@ def test_wrong_lengths_are_refused(spec: str, n: int, m: int, message: str) -> N
         ("quest+aft-simple", "'aft-simple' never forms attention weights, so it is not combined"),
     ],
 )
-def test_wrong_options_are_refused(spec: str, message: str) -> None:
+def test_wrong_options_are_refused(spec, message):
     with pytest.raises(quest_core.ConfigError, match=message):
         quest_core.Mechanism(spec, num_heads=2, head_dim=3)
 
 
-def test_values_of_another_width_cannot_be_gated() -> None:
+def test_values_of_another_width_cannot_be_gated():
     q, k, v = tensors("aft-simple", 1, 2, 4, 4, 3)
     with pytest.raises(quest_core.InputError, match="v has head_dim 2; attention-free gates need that of q, 3"):
         quest_core.attention(q, k, v[..., :2], "aft-simple")
 
 
 @pytest.mark.parametrize("spec", ["aft-simple", "aft-full", "aft-local", "aft-conv(window=3)"])
-def test_autocast_computes_in_the_wider_type(spec: str) -> None:
+def test_autocast_computes_in_the_wider_type(spec):
     made = build(spec).float()
     q, k, v = (x.float() for x in tensors(spec, 2, 2, 9, 9, 3))
     exact = made(q, k, v)

@@ -1,7 +1,5 @@
 """The Attention module: projections, cross-attention, masks and the cache."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -21,7 +19,7 @@ MECHANISMS = [
 
 @pytest.mark.parametrize("heads", [4, 1])
 @pytest.mark.parametrize("attention", MECHANISMS)
-def test_is_projections_around_the_mechanism(attention: str, heads: int) -> None:
+def test_is_projections_around_the_mechanism(attention, heads):
     """What mechanisms compute is tested in tests/grid."""
     if heads == 1 and "gqa" in attention:
         return
@@ -49,7 +47,7 @@ def test_is_projections_around_the_mechanism(attention: str, heads: int) -> None
 
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("attention", MECHANISMS)
-def test_multihead_attention_is_too(attention: str, need_weights: bool) -> None:
+def test_multihead_attention_is_too(attention, need_weights):
     layer = quest_core.MultiheadAttention(12, 4, batch_first=True, attention=attention).eval()
     if need_weights and layer.mechanism.family is not None:  # which has none
         return
@@ -63,7 +61,7 @@ def test_multihead_attention_is_too(attention: str, need_weights: bool) -> None:
     torch.testing.assert_close(got, layer.out_proj(want.transpose(1, 2).flatten(2)))
 
 
-def test_masks_combine() -> None:
+def test_masks_combine():
     layer = Attention(8, 2, "quest").eval()
     x = torch.randn(2, 5, 8)
     real = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).bool()
@@ -74,7 +72,7 @@ def test_masks_combine() -> None:
     torch.testing.assert_close(layer(x, attn_mask=additive, key_mask=real), want)
 
 
-def test_dropout_only_while_training() -> None:
+def test_dropout_only_while_training():
     layer = Attention(8, 2, "quest", dropout=0.5)
     x = torch.randn(2, 5, 8)
     assert not torch.equal(layer(x), layer(x))
@@ -100,12 +98,12 @@ def test_dropout_only_while_training() -> None:
         (lambda: quest_core.Cache(max_length="9"), "max_length is '9'"),
     ],
 )
-def test_sizes_that_do_not_fit_are_named(build: object, message: str) -> None:
+def test_sizes_that_do_not_fit_are_named(build, message):
     with pytest.raises(quest_core.ConfigError, match=message):
-        build()  # type: ignore[operator]
+        build()
 
 
-def test_wrong_masks_are_named() -> None:
+def test_wrong_masks_are_named():
     layer = Attention(8, 2)
     x = torch.randn(2, 5, 8)
     with pytest.raises(quest_core.InputError, match="True where a key may be attended to"):
@@ -128,7 +126,7 @@ def test_wrong_masks_are_named() -> None:
         layer(x, x, is_causal=True, cache=cache)
 
 
-def test_a_failed_step_leaves_the_cache_as_it_was() -> None:
+def test_a_failed_step_leaves_the_cache_as_it_was():
     layer = Attention(12, 4, "quest").eval()
     x = torch.randn(2, 6, 12)
     cache = Cache()
@@ -139,9 +137,9 @@ def test_a_failed_step_leaves_the_cache_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("spec", ["quest", "standard"])
-def test_a_second_derivative_is_refused_by_name_beside_hooks_of_the_caller(spec: str) -> None:
+def test_a_second_derivative_is_refused_by_name_beside_hooks_of_the_caller(spec):
     made = quest_core.Mechanism(spec, num_heads=2, head_dim=4)
-    seen: list[str] = []
+    seen = []
     for mechanism in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         q, k, v = torch.randn(3, 1, 2, 5, 4).requires_grad_()
         for call in "first", "second":
@@ -154,7 +152,7 @@ def test_a_second_derivative_is_refused_by_name_beside_hooks_of_the_caller(spec:
 
 
 @pytest.mark.parametrize(("batch", "tokens"), [(0, 6), (2, 0), (0, 0)])
-def test_nothing_gives_nothing(batch: int, tokens: int) -> None:
+def test_nothing_gives_nothing(batch, tokens):
     """An empty batch and no tokens, as stock PyTorch does; tests/grid draws them for mechanisms."""
     x = torch.randn(batch, tokens, 32)
     mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()
@@ -173,9 +171,9 @@ def test_nothing_gives_nothing(batch: int, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 6, 32), (2, 0, 32)])
-def test_nothing_through_a_host_that_calls_scaled_dot_product_attention(shape: tuple[int, ...]) -> None:
+def test_nothing_through_a_host_that_calls_scaled_dot_product_attention(shape):
     class Host(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             q = x.unflatten(-1, (4, 8)).transpose(1, 2)
             return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
 
@@ -183,7 +181,7 @@ def test_nothing_through_a_host_that_calls_scaled_dot_product_attention(shape: t
     assert model(torch.randn(shape)).shape == (shape[0], 4, shape[1], 8)
 
 
-def test_a_context_that_is_the_input_is_self_attention() -> None:
+def test_a_context_that_is_the_input_is_self_attention():
     x, key_mask = torch.randn(2, 6, 16), torch.arange(6) < torch.tensor([[3], [6]])
     layer = quest_core.Attention(16, 2, "sinkhorn").eval()
     assert torch.equal(layer(x, x, key_mask=key_mask), layer(x, key_mask=key_mask))

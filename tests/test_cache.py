@@ -1,7 +1,5 @@
 """The cache: decoding equals one forward pass whatever is done to the cache between steps."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -32,7 +30,7 @@ HOW = [({}, False), ({"max_length": 40}, False), ({"max_length": 40}, True)]  # 
 class Stack(nn.Module):
     """Two layers, of which an elliptical one compares its values with those of the first."""
 
-    def __init__(self, attention: str) -> None:
+    def __init__(self, attention):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList([Attention(16, 4, attention) for _ in range(2)])
@@ -42,14 +40,14 @@ class Stack(nn.Module):
                 parameter.add_(0.3 * torch.randn_like(parameter))
         self.double().eval()
 
-    def forward(self, x: Tensor, caches: list[Cache] | None = None, real: Tensor | None = None) -> Tensor:
+    def forward(self, x, caches=None, real=None):
         """[B, N, 16] -> the same; real: [B, M], True = no padding."""
         for layer, cache in zip(self.layers, caches or [None, None], strict=True):
             x = x + layer(x, is_causal=True, cache=cache, key_mask=real)
         return x
 
 
-def steps(model: Stack, x: Tensor, caches: list[Cache], sizes: list[int], real: Tensor | None = None) -> Tensor:
+def steps(model, x, caches, sizes, real=None):
     out = []
     for piece in x.split(sizes, 1):
         seen = None if real is None else real[:, : len(caches[0]) + piece.shape[1]]
@@ -57,14 +55,14 @@ def steps(model: Stack, x: Tensor, caches: list[Cache], sizes: list[int], real: 
     return torch.cat(out, 1)
 
 
-def close(got: Tensor, want: Tensor) -> None:
+def close(got, want):
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(("cache", "gradients"), HOW)
 @pytest.mark.parametrize("sizes", [[1] * 13, [5, 1, 1, 6]])
 @pytest.mark.parametrize("attention", KEPT + SUMMED)
-def test_steps_equal_one_pass(attention: str, sizes: list[int], cache: dict, gradients: bool) -> None:
+def test_steps_equal_one_pass(attention, sizes, cache, gradients):
     model = Stack(attention)
     x = torch.randn(3, 13, 16, dtype=torch.float64)
     real = torch.rand(3, 13) > 0.3
@@ -76,7 +74,7 @@ def test_steps_equal_one_pass(attention: str, sizes: list[int], cache: dict, gra
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("attention", KEPT + SUMMED)
-def test_rows_go_their_own_ways(attention: str, cache: dict) -> None:
+def test_rows_go_their_own_ways(attention, cache):
     model = Stack(attention)
     x = torch.randn(3, 13, 16, dtype=torch.float64)
     real = torch.rand(3, 13) > 0.3
@@ -92,7 +90,7 @@ def test_rows_go_their_own_ways(attention: str, cache: dict) -> None:
 
 
 @pytest.mark.parametrize("attention", KEPT + SUMMED)
-def test_a_copy_is_independent(attention: str) -> None:
+def test_a_copy_is_independent(attention):
     model = Stack(attention)
     x, y = torch.randn(2, 3, 13, 16, dtype=torch.float64)
     y[:, :6] = x[:, :6]
@@ -107,7 +105,7 @@ def test_a_copy_is_independent(attention: str) -> None:
 
 @pytest.mark.parametrize(("cache", "gradients"), HOW)
 @pytest.mark.parametrize("attention", KEPT)
-def test_truncation_forgets_the_last_tokens(attention: str, cache: dict, gradients: bool) -> None:
+def test_truncation_forgets_the_last_tokens(attention, cache, gradients):
     model = Stack(attention)
     x, draft = torch.randn(2, 2, 13, 16, dtype=torch.float64)
     caches = [Cache(**cache), Cache(**cache)]
@@ -121,7 +119,7 @@ def test_truncation_forgets_the_last_tokens(attention: str, cache: dict, gradien
 
 
 @pytest.mark.parametrize("attention", SUMMED)
-def test_sums_over_all_tokens_cannot_be_truncated(attention: str) -> None:
+def test_sums_over_all_tokens_cannot_be_truncated(attention):
     model = Stack(attention)
     x = torch.randn(2, 9, 16, dtype=torch.float64)
     caches = [Cache(), Cache()]
@@ -138,7 +136,7 @@ def test_sums_over_all_tokens_cannot_be_truncated(attention: str) -> None:
 
 
 @pytest.mark.parametrize("attention", KEPT + SUMMED)
-def test_reset_serves_another_sequence_in_the_same_memory(attention: str) -> None:
+def test_reset_serves_another_sequence_in_the_same_memory(attention):
     model = Stack(attention)
     caches = [Cache(max_length=20), Cache(max_length=20)]
     held = []
@@ -157,7 +155,7 @@ def test_reset_serves_another_sequence_in_the_same_memory(attention: str) -> Non
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-def test_memory_is_allocated_once_for_max_length_and_doubles_without() -> None:
+def test_memory_is_allocated_once_for_max_length_and_doubles_without():
     q, k, v = torch.randn(3, 2, 2, 100, 8)
     mechanism = quest_core.Mechanism("quest", num_heads=2, head_dim=8)
     fixed, growing = Cache(max_length=100), Cache()
@@ -177,7 +175,7 @@ def test_memory_is_allocated_once_for_max_length_and_doubles_without() -> None:
 
 
 @pytest.mark.parametrize("attention", SUMMED)
-def test_sums_do_not_grow(attention: str) -> None:
+def test_sums_do_not_grow(attention):
     model = Stack(attention)
     sizes = []
     caches = [Cache(), Cache()]
@@ -190,8 +188,8 @@ def test_sums_do_not_grow(attention: str) -> None:
 
 
 @pytest.mark.needs_torch("2.6", "a fused kernel for shared heads on a CPU")
-def test_a_single_query_builds_no_mask_and_no_copy_of_the_keys() -> None:
-    seen: list[int] = []
+def test_a_single_query_builds_no_mask_and_no_copy_of_the_keys():
+    seen = []
 
     class Largest(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -219,7 +217,7 @@ def test_a_single_query_builds_no_mask_and_no_copy_of_the_keys() -> None:
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("attention", KEPT + SUMMED)
-def test_gradients_through_a_cache_are_those_of_one_pass(attention: str, cache: dict) -> None:
+def test_gradients_through_a_cache_are_those_of_one_pass(attention, cache):
     model = Stack(attention)
     x = torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True)
     found = []
@@ -232,7 +230,7 @@ def test_gradients_through_a_cache_are_those_of_one_pass(attention: str, cache: 
             close(mine, theirs)
 
 
-def test_frozen_and_inference_prefixes_can_be_continued() -> None:
+def test_frozen_and_inference_prefixes_can_be_continued():
     model = Stack("quest")
     x = torch.randn(2, 9, 16, dtype=torch.float64)
     want = model(x)[:, 4:]
@@ -247,7 +245,7 @@ def test_frozen_and_inference_prefixes_can_be_continued() -> None:
     out.sum().backward()
 
 
-def test_steps_without_gradients_leave_the_graph_of_earlier_ones_alone() -> None:
+def test_steps_without_gradients_leave_the_graph_of_earlier_ones_alone():
     model = Stack("quest")
     x = torch.randn(2, 9, 16, dtype=torch.float64, requires_grad=True)
     caches = [Cache(), Cache()]
@@ -264,7 +262,7 @@ def test_steps_without_gradients_leave_the_graph_of_earlier_ones_alone() -> None
 
 
 @pytest.mark.parametrize("attention", ["quest", "linear", "aft-local"])
-def test_more_tokens_than_max_length_are_refused(attention: str) -> None:
+def test_more_tokens_than_max_length_are_refused(attention):
     layer = Attention(16, 4, attention).eval()
     cache = Cache(max_length=5)
     layer(torch.randn(2, 4, 16), is_causal=True, cache=cache)
@@ -275,7 +273,7 @@ def test_more_tokens_than_max_length_are_refused(attention: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["quest", "linear", "aft-local", "elliptical"])
-def test_other_tensors_are_refused_by_both_values(attention: str) -> None:
+def test_other_tensors_are_refused_by_both_values(attention):
     made = Stack(attention).layers[0].mechanism
     cache = Cache()
     made.decode(*torch.randn(3, 2, 4, 3, 4, dtype=torch.float64), cache)
@@ -290,7 +288,7 @@ def test_other_tensors_are_refused_by_both_values(attention: str) -> None:
         assert len(cache) == 3
 
 
-def test_wrong_rows_lengths_and_missing_steps_are_refused() -> None:
+def test_wrong_rows_lengths_and_missing_steps_are_refused():
     layer = Attention(16, 4).eval()
     cache = Cache()
     layer(torch.randn(2, 4, 16), is_causal=True, cache=cache)
@@ -305,7 +303,7 @@ def test_wrong_rows_lengths_and_missing_steps_are_refused() -> None:
 
 @pytest.mark.parametrize("attention", ["quest", "linear", "aft-simple", "aft-local(max_length=40)"])
 @pytest.mark.drawn(1)
-def test_compiled_steps_equal_eager_ones(attention: str) -> None:
+def test_compiled_steps_equal_eager_ones(attention):
     model = Stack(attention)
     x = torch.randn(2, 12, 16, dtype=torch.float64)
     torch._dynamo.reset()
@@ -315,7 +313,7 @@ def test_compiled_steps_equal_eager_ones(attention: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["aft-simple", "aft-local(max_length=2048, rank=3)", "aft-full(max_length=2048)"])
-def test_rounding_errors_do_not_add_up(attention: str) -> None:
+def test_rounding_errors_do_not_add_up(attention):
     """Keys of all sizes, in float32, against one pass in float64."""
     made = quest_core.Mechanism(attention, num_heads=1, head_dim=4).eval()
     q, k, v = torch.randn(3, 1, 1, 1500, 4)
@@ -330,7 +328,7 @@ def test_rounding_errors_do_not_add_up(attention: str) -> None:
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
-def test_a_cache_belongs_to_one_layer() -> None:
+def test_a_cache_belongs_to_one_layer():
     one, two = (quest_core.Attention(16, 2, "quest").eval() for _ in range(2))
     x, cache = torch.randn(1, 5, 16), quest_core.Cache()
     with torch.no_grad():
@@ -345,7 +343,7 @@ def test_a_cache_belongs_to_one_layer() -> None:
 
 
 @pytest.mark.parametrize("attention", ["quest", "quest+sigmoid", "linear", "aft-simple"])
-def test_a_mask_of_samples_applies_to_every_step(attention: str) -> None:
+def test_a_mask_of_samples_applies_to_every_step(attention):
     made = quest_core.Mechanism(attention, num_heads=2, head_dim=4).eval()
     q, k, v = torch.randn(3, 2, 2, 6, 4)
     mask = torch.tensor([True, False])[:, None, None, None]

@@ -1,7 +1,5 @@
 """quest_core.checkpoints: a state dict names its attention, and a refused one changes nothing."""
 
-from __future__ import annotations
-
 import copy
 import io
 import warnings
@@ -30,16 +28,16 @@ FLOATS = sorted(
 State = dict[str, Tensor]
 
 
-def model(attention: str | None, layers: int = 2) -> nn.Module:
+def model(attention, layers=2):
     made = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 4, 16, 0.0), layers, enable_nested_tensor=False)
     return made if attention is None else quest_core.inject(made, attention)[0]
 
 
-def through_a_file(state: State) -> State:
+def through_a_file(state):
     stored = io.BytesIO()
     torch.save(state, stored)
     stored.seek(0)
-    read_back: State = torch.load(stored, weights_only=True)
+    read_back = torch.load(stored, weights_only=True)
     return read_back
 
 
@@ -69,11 +67,11 @@ LOADERS: dict[str, Callable[[nn.Module, State], object]] = {
 }
 
 
-def snapshot(target: nn.Module) -> State:
+def snapshot(target):
     return {name: x.clone() for name, x in target.state_dict().items()}
 
 
-def assert_unchanged(target: nn.Module, before: State) -> None:
+def assert_unchanged(target, before):
     after = target.state_dict()
     assert list(after) == list(before)
     assert all(torch.equal(x, before[name]) for name, x in after.items())
@@ -84,12 +82,12 @@ def assert_unchanged(target: nn.Module, before: State) -> None:
 
 @pytest.mark.parametrize("treatment", TREATMENTS)
 @pytest.mark.parametrize("spec", SPECS[1:])
-def test_the_entry_survives(spec: str, treatment: str) -> None:
+def test_the_entry_survives(spec, treatment):
     state = TREATMENTS[treatment](model(spec).state_dict())
     assert {decode(x) for name, x in state.items() if name.endswith(ENTRY)} == {spec}
 
 
-def test_the_entry_survives_what_models_go_through() -> None:
+def test_the_entry_survives_what_models_go_through():
     made = model("quest+gqa(kv_heads=2)")
     key = next(name for name in made.state_dict() if name.endswith(ENTRY))
     averages = [
@@ -112,14 +110,14 @@ def test_the_entry_survives_what_models_go_through() -> None:
     assert [decode(one.state_dict()[key]) for one in models] == ["quest+gqa(kv_heads=2)"] * len(models)
 
 
-def test_a_long_text_is_encoded_whole() -> None:
+def test_a_long_text_is_encoded_whole():
     config = quest_core.AttentionConfig.parse("aft-conv(grid='" + "1" * 90 + "x1')")
     assert decode(encode(config)) == str(config)
     assert encode(config).shape == (1024,)
 
 
 @pytest.mark.parametrize("change", [float("nan"), float("inf"), 0.0, 1.5, 0.5])
-def test_a_changed_entry_is_an_error(change: float) -> None:
+def test_a_changed_entry_is_an_error(change):
     made = model("quest")
     before = snapshot(made)
     state = {name: x * change if name.endswith(ENTRY) else x + 1 for name, x in made.state_dict().items()}
@@ -133,7 +131,7 @@ def test_a_changed_entry_is_an_error(change: float) -> None:
 
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("trained", [None, *SPECS])
-def test_what_a_checkpoint_is_loaded_into_decides(trained: str | None, loader: str) -> None:
+def test_what_a_checkpoint_is_loaded_into_decides(trained, loader):
     """Equal attention loads, weights of standard attention warn once, and all others change nothing."""
     state = through_a_file(model(trained).state_dict())
     for built in SPECS:
@@ -160,14 +158,14 @@ def test_what_a_checkpoint_is_loaded_into_decides(trained: str | None, loader: s
 class Built(nn.Module):
     """A model that was built with quest_core's layers."""
 
-    def __init__(self, attention: str) -> None:
+    def __init__(self, attention):
         super().__init__()
         self.embedding = nn.Embedding(4, 8)
         self.layers = nn.ModuleList(quest_core.Attention(8, 2, attention) for _ in range(2))
 
 
 @pytest.mark.parametrize("kind", [quest_core.Attention, quest_core.MultiheadAttention])
-def test_a_layer_compares_before_it_copies(kind: type[nn.Module]) -> None:
+def test_a_layer_compares_before_it_copies(kind):
     made, other = kind(8, 2, attention="quest"), kind(8, 2, attention="sigmoid")
     before = snapshot(made)
     with pytest.raises(CheckpointError):
@@ -175,7 +173,7 @@ def test_a_layer_compares_before_it_copies(kind: type[nn.Module]) -> None:
     assert_unchanged(made, before)
 
 
-def test_a_built_model_compares_all_layers_first_if_asked() -> None:
+def test_a_built_model_compares_all_layers_first_if_asked():
     made = Built("quest")
     compare_before_loading(made)
     compare_before_loading(made)
@@ -186,7 +184,7 @@ def test_a_built_model_compares_all_layers_first_if_asked() -> None:
         assert_unchanged(one, before)
 
 
-def test_one_layer_of_another_attention_leaves_all_as_they_were() -> None:
+def test_one_layer_of_another_attention_leaves_all_as_they_were():
     made, state = model("quest", 3), model("quest", 3).state_dict()
     key = f"layers.2.self_attn.mechanism.{ENTRY}"
     before = snapshot(made)
@@ -196,7 +194,7 @@ def test_one_layer_of_another_attention_leaves_all_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("kept", ["layers.0.norm1.", "layers.0.self_attn.out_proj.lora_A.default."])
-def test_a_file_without_the_weights_of_a_layer_does_not_name_its_attention(kept: str) -> None:
+def test_a_file_without_the_weights_of_a_layer_does_not_name_its_attention(kept):
     state = {f"{kept}weight": torch.ones(8)}
     with warnings.catch_warnings():
         warnings.simplefilter("error", AttentionMismatchWarning)
@@ -209,7 +207,7 @@ def test_a_file_without_the_weights_of_a_layer_does_not_name_its_attention(kept:
 
 
 @pytest.mark.parametrize("attention_from", [None, "quest"])
-def test_a_new_layer_starts_fresh(attention_from: str | None) -> None:
+def test_a_new_layer_starts_fresh(attention_from):
     """As in a model with one more layer; PyTorch returns the missing keys."""
     small, large = model("quest", 1), model("quest", 2)
     if attention_from is not None:
@@ -226,13 +224,13 @@ def test_a_new_layer_starts_fresh(attention_from: str | None) -> None:
 class Call(nn.Module):
     """A module that only calls attention; its parent has the projections."""
 
-    def __init__(self, attention: str) -> None:
+    def __init__(self, attention):
         super().__init__()
         self.mechanism = quest_core.Mechanism(attention, num_heads=2, head_dim=4)
 
 
 class Around(nn.Module):
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers):
         super().__init__()
         self.layers = nn.ModuleList(
             nn.ModuleDict({"qkv": nn.Linear(8, 24), "call": Call("quest")}) for _ in range(layers)
@@ -241,7 +239,7 @@ class Around(nn.Module):
         compare_before_loading(self)
 
 
-def test_a_new_layer_around_a_module_without_weights_starts_fresh() -> None:
+def test_a_new_layer_around_a_module_without_weights_starts_fresh():
     large = Around(2)
     set_attention_from(large, "quest")
     with warnings.catch_warnings():
@@ -252,7 +250,7 @@ def test_a_new_layer_around_a_module_without_weights_starts_fresh() -> None:
         large.load_state_dict(stock, strict=False)
 
 
-def test_attention_from_names_what_is_loaded() -> None:
+def test_attention_from_names_what_is_loaded():
     target = model("quest+sigmoid")
     set_attention_from(target, "quest")
     with warnings.catch_warnings():
@@ -266,11 +264,11 @@ def test_attention_from_names_what_is_loaded() -> None:
 
 @pytest.mark.parametrize("built", ["quest", "qknorm-hs", "qknorm-hs+gqa(kv_heads=2)", "dgqa(kv_heads=2)"])
 @pytest.mark.parametrize("trained", [None, "quest", "qknorm-hs"])
-def test_what_only_one_attention_learns_is_no_missing_or_unexpected_key(trained: str | None, built: str) -> None:
+def test_what_only_one_attention_learns_is_no_missing_or_unexpected_key(trained, built):
     source, target = model(trained), model(built)
     set_attention_from(target, trained or "standard")
-    for layer in source.layers:  # type: ignore[union-attr]
-        for name, parameter in layer.self_attn.named_parameters():  # type: ignore[union-attr, operator]
+    for layer in source.layers:
+        for name, parameter in layer.self_attn.named_parameters():
             if "log_scale" in name:
                 parameter.data.add_(1)
     before = snapshot(target)
@@ -282,15 +280,15 @@ def test_what_only_one_attention_learns_is_no_missing_or_unexpected_key(trained:
 
 
 @pytest.mark.parametrize("trained", ["standard", "quest"])
-def test_a_model_on_the_meta_device_is_whole_after_its_weights_are_assigned(trained: str) -> None:
+def test_a_model_on_the_meta_device_is_whole_after_its_weights_are_assigned(trained):
     with torch.device("meta"):
         made, _ = quest_core.inject(model(None), "quest", attention_from=trained)
     made.load_state_dict(model(trained).state_dict(), assign=True)
     assert decode(made.to("cpu").state_dict()[f"layers.0.self_attn.mechanism.{ENTRY}"]) == "quest"
 
 
-def test_what_a_checkpoint_lacks_is_missing_on_the_meta_device() -> None:
-    def encoder() -> nn.Module:
+def test_what_a_checkpoint_lacks_is_missing_on_the_meta_device():
+    def encoder():
         return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 1)
 
     with torch.device("meta"):

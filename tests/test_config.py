@@ -1,14 +1,12 @@
 """One grammar everywhere: accepted texts, their meaning, and the errors of mistakes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quest_core import AttentionConfig, AttentionSpec, ConfigError
+from quest_core import AttentionConfig, ConfigError
 from quest_core.mechanisms import Normalizer, Option, Score
 from quest_core.registry import mechanisms, register, temporary
 
@@ -26,11 +24,11 @@ SAME = [
 
 
 @pytest.mark.parametrize("spec", SAME)
-def test_all_spellings_mean_the_same(spec: object) -> None:
-    assert AttentionConfig.parse(spec) == AttentionConfig.parse("quest+gqa(kv_heads=4)")  # type: ignore[arg-type]
+def test_all_spellings_mean_the_same(spec):
+    assert AttentionConfig.parse(spec) == AttentionConfig.parse("quest+gqa(kv_heads=4)")
 
 
-def test_defaults_are_standard_softmax_mha() -> None:
+def test_defaults_are_standard_softmax_mha():
     config = AttentionConfig.parse("standard")
     assert (config["score"], config["normalizer"], config["grouping"]) == ("standard", "softmax", "mha")
     assert config.name == str(config) == "standard"
@@ -39,11 +37,11 @@ def test_defaults_are_standard_softmax_mha() -> None:
 
 
 @st.composite
-def configs(draw: st.DrawFn) -> AttentionConfig:
+def configs(draw):
     chosen, own = [], [p for p in mechanisms().values() if p.__module__.startswith("quest_core.")]
     for axis in ("score", "normalizer", "grouping"):  # options of other packages have bounds of their own
         chosen.append(draw(st.sampled_from([p for p in own if p.axis == axis])))
-    options: dict[str, object] = {}
+    options = {}
     for option in (o for part in chosen for o in part.options):
         value = {int: st.integers(1, 64), float: st.floats(1e-3, 1e3), bool: st.booleans(), str: None}[option.kind]
         value = st.sampled_from(option.choices) if value is None else value
@@ -53,7 +51,7 @@ def configs(draw: st.DrawFn) -> AttentionConfig:
 
 
 @given(configs())
-def test_text_and_mapping_read_back(config: AttentionConfig) -> None:
+def test_text_and_mapping_read_back(config):
     assert AttentionConfig.parse(str(config)) == config
     assert AttentionConfig.parse(config.to_dict()) == config
     assert AttentionConfig.parse(json.dumps(config.to_dict())) == config
@@ -61,7 +59,7 @@ def test_text_and_mapping_read_back(config: AttentionConfig) -> None:
 
 
 @given(st.sampled_from(["6", "1e3", "true", "None", "'6'", "", " a", "[6]"]) | st.text())
-def test_every_text_of_an_option_reads_back_or_is_refused(text: str) -> None:
+def test_every_text_of_an_option_reads_back_or_is_refused(text):
     """A checkpoint spells its attention as text, which the model that wrote it must read."""
     spec = {"name": "aft-conv", "grid": text}
     if set(text) & set("(),;"):
@@ -104,22 +102,22 @@ def test_every_text_of_an_option_reads_back_or_is_refused(text: str) -> None:
         (None, "attention is None"),
     ],
 )
-def test_mistakes_are_named(spec: object, message: str) -> None:
+def test_mistakes_are_named(spec, message):
     with pytest.raises(ConfigError, match=message):
-        AttentionConfig.parse(spec)  # type: ignore[arg-type]
+        AttentionConfig.parse(spec)
 
 
-def test_an_option_of_two_parts_says_whose_it_is() -> None:
+def test_an_option_of_two_parts_says_whose_it_is():
     class Raised:
-        def __init__(self, dims: None, *, p: float) -> None:
-            super().__init__(dims)  # type: ignore[call-arg]
+        def __init__(self, dims, *, p):
+            super().__init__(dims)
             self.p = p
 
     class One(Raised, Score): ...
 
     class Other(Raised, Normalizer): ...
 
-    def built(spec: AttentionSpec) -> list[float]:
+    def built(spec):
         config = AttentionConfig.parse(spec)
         assert AttentionConfig.parse(str(config)) == AttentionConfig.parse(config.to_dict()) == config
         return [config.build(part, None).p for part in (One, Other)]
@@ -140,5 +138,5 @@ def test_an_option_of_two_parts_says_whose_it_is() -> None:
             AttentionConfig.parse({"name": "one(p=3)+other", "one.p": 3})
 
 
-def test_semicolons_separate_options_on_command_lines_that_split_at_commas() -> None:
+def test_semicolons_separate_options_on_command_lines_that_split_at_commas():
     assert AttentionConfig.parse("quest(init=12;scale=2)") == AttentionConfig.parse("quest(init=12, scale=2)")

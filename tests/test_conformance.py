@@ -1,15 +1,12 @@
 """The conformance suite on PyTorch's own modules and on the example of a plugin, and that it sees what is broken."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from quest_core.hosts.adapter import HostAttention
 from quest_core.hosts.torch import TorchAdapter
@@ -29,14 +26,14 @@ class TestTorchEncoder(AdapterConformance):
     adapter = TorchAdapter()
     sites = 2
 
-    def make_model(self) -> nn.Module:
+    def make_model(self):
         layer = nn.TransformerEncoderLayer(16, 4, 32, 0.1, batch_first=True)
         return nn.TransformerEncoder(layer, 2)
 
-    def make_inputs(self) -> tuple[Any, ...]:
+    def make_inputs(self):
         return (torch.randn(2, 7, 16),)
 
-    def make_padded(self) -> tuple[tuple[Any, ...], tuple[Any, ...], Callable[[Tensor], Tensor]]:
+    def make_padded(self):
         x, padding = torch.randn(2, 7, 16), torch.zeros(2, 7, dtype=torch.bool)
         padding[0, 4:] = True
         other = torch.where(padding[..., None], 9.0, x)
@@ -48,7 +45,7 @@ class TestTorchEncoderWithoutDropout(TestTorchEncoder):
 
     mechanisms = (*AdapterConformance.mechanisms, "linear", "cosine", "aft-simple", "aft-full", "aft-local")
 
-    def make_model(self) -> nn.Module:
+    def make_model(self):
         layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True)
         return nn.TransformerEncoder(layer, 2)
 
@@ -60,43 +57,43 @@ class TestTorchDecoder(AdapterConformance):
     sites = 4
     mechanisms = tuple(name for name in AdapterConformance.mechanisms if name != "sinkhorn")  # it cannot be causal
 
-    def make_model(self) -> nn.Module:
+    def make_model(self):
         return nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 4, 32, 0.1), 2)
 
-    def make_inputs(self) -> tuple[Any, ...]:
+    def make_inputs(self):
         return (torch.randn(6, 2, 16), torch.randn(5, 2, 16), nn.Transformer.generate_square_subsequent_mask(6))
 
-    def run(self, model: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
+    def run(self, model, inputs):
         target, memory, mask = inputs
-        return model(target, memory, tgt_mask=mask.to(target.dtype))  # type: ignore[no-any-return]
+        return model(target, memory, tgt_mask=mask.to(target.dtype))
 
 
 # --- the host and the adapter of the example, broken -----------------------------------------------------------------
 
 
-def broken(kind: type[HostAttention]) -> AdapterConformance:
+def broken(kind):
     """The suite of the example's encoder, whose adapter puts another class in place."""
 
     class Other(ToyAdapter):
         replacements: ClassVar[dict[str, type[HostAttention]]] = {"stand_in.FusedAttention": kind}
 
     suite = TestEncoder()
-    suite.adapter = Other()  # type: ignore[misc]
+    suite.adapter = Other()
     return suite
 
 
-def test_the_tests_of_a_variant_exist() -> None:
+def test_the_tests_of_a_variant_exist():
     assert set(NUMBERS) <= vars(AdapterConformance).keys()
 
 
-def test_a_base_class_that_refuses_nothing_drops_no_test_of_those_that_inherit() -> None:
+def test_a_base_class_that_refuses_nothing_drops_no_test_of_those_that_inherit():
     name = "test_what_the_host_cannot_honour_is_refused_by_name"
     base = type("Base", (AdapterConformance,), {"adapter": ToyAdapter()})
     assert getattr(base, name) is None
     assert getattr(type("Inherits", (base,), {"refused": ("linear",)}), name) is vars(AdapterConformance)[name]
 
 
-def test_the_suite_catches_a_silent_fallback() -> None:
+def test_the_suite_catches_a_silent_fallback():
     class Broken(FusedAttention):
         """The worst bug that this project can have: it returns the host's own attention."""
 
@@ -109,19 +106,19 @@ def test_the_suite_catches_a_silent_fallback() -> None:
         suite.test_mechanisms_equal_their_reference_inside_the_host()
 
 
-def test_the_suite_catches_a_wrong_mask() -> None:
+def test_the_suite_catches_a_wrong_mask():
     class Masks(FusedAttention):
-        def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
+        def forward(self, x, keep=None):
             return super().forward(x, None if keep is None else ~keep)
 
     with pytest.raises(AssertionError):
         broken(Masks).test_padding_never_matters()
 
 
-def test_the_suite_catches_parameters_that_do_not_train() -> None:
+def test_the_suite_catches_parameters_that_do_not_train():
     class Detached(FusedAttention):
         @classmethod
-        def adopt(cls, *arguments: Any, **options: Any) -> Any:
+        def adopt(cls, *arguments, **options):
             made = super().adopt(*arguments, **options)
             made.mechanism.requires_grad_(False)
             return made

@@ -1,14 +1,12 @@
 """Conversion of pretrained weights: calibration from standard attention to quest."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import quest_core
 from quest_core import ConfigError, InjectionError, InputError, UnsupportedError
@@ -17,7 +15,7 @@ from quest_core.hosts.torch import TorchAdapter
 E, H, D = 12, 3, 4
 
 
-def even_keys(**settings: Any) -> tuple[nn.MultiheadAttention, Tensor]:
+def even_keys(**settings):
     """Attention and tokens where all keys of a head have one norm: 3, 0.5 and 8."""
     module = nn.MultiheadAttention(E, H, batch_first=True, **settings)
     with torch.no_grad():
@@ -32,7 +30,7 @@ def even_keys(**settings: Any) -> tuple[nn.MultiheadAttention, Tensor]:
     return module, tokens
 
 
-def model(layers: int = 2) -> nn.Module:
+def model(layers=2):
     layer = nn.TransformerEncoderLayer(E, H, 16, 0.1, batch_first=True)
     made = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
     with torch.no_grad():
@@ -46,7 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {"packed": {}, "separate": {"vdim": 6}, "n
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_even_keys_leave_the_output_as_it_was(settings: dict[str, Any]) -> None:
+def test_even_keys_leave_the_output_as_it_was(settings):
     stock, x = even_keys(**settings)
     value = torch.randn(2, 5, stock.vdim)
     wanted = stock(x, x, value)[0]
@@ -59,7 +57,7 @@ def test_even_keys_leave_the_output_as_it_was(settings: dict[str, Any]) -> None:
     assert str(report).startswith("attention=quest calibrated in 1 module")
 
 
-def test_uneven_keys_get_their_mean_and_the_report_says_what_that_gives() -> None:
+def test_uneven_keys_get_their_mean_and_the_report_says_what_that_gives():
     stock = model()
     batches = [torch.randn(2, 5, E), torch.randn(1, 9, E)]
     reference = copy.deepcopy(stock).eval()
@@ -77,7 +75,7 @@ def test_uneven_keys_get_their_mean_and_the_report_says_what_that_gives() -> Non
     torch.testing.assert_close(ours.layers[0].self_attn.in_proj_weight[:E], scaled.flatten(0, 1))
     torch.testing.assert_close(ours.layers[0].self_attn.in_proj_weight[E:], first.in_proj_weight[E:])
 
-    def change(converted: nn.Module) -> float:
+    def change(converted):
         new, old = (torch.cat([m(x).flatten() for x in batches]) for m in (converted.eval(), reference))
         return ((new - old).norm() / old.norm()).item()
 
@@ -87,7 +85,7 @@ def test_uneven_keys_get_their_mean_and_the_report_says_what_that_gives() -> Non
     )
 
 
-def test_parameters_mode_and_random_state_are_kept() -> None:
+def test_parameters_mode_and_random_state_are_kept():
     stock = model().bfloat16()
     stock.layers[0].eval()
     parameters, modes = dict(stock.named_parameters()), [m.training for m in stock.layers]
@@ -100,7 +98,7 @@ def test_parameters_mode_and_random_state_are_kept() -> None:
     assert all(layer.self_attn.mechanism.monitor is None for layer in ours.layers)
 
 
-def test_an_injected_model_starts_from_its_own_scale_and_normalizer() -> None:
+def test_an_injected_model_starts_from_its_own_scale_and_normalizer():
     stock, x = even_keys()
     ours, _ = quest_core.inject(stock, "standard+sigmoid(scale=0.3)")
     wanted = ours(x, x, x)[0]
@@ -109,36 +107,36 @@ def test_an_injected_model_starts_from_its_own_scale_and_normalizer() -> None:
     assert report.layers[0].factors == pytest.approx([norm * 0.3 / 2 for norm in (3, 0.5, 8)])
 
 
-def test_a_grouping_that_changes_nothing_is_allowed() -> None:
+def test_a_grouping_that_changes_nothing_is_allowed():
     stock, x = even_keys()
     wanted = stock(x, x, x)[0]
     ours, _ = quest_core.calibrate(stock, [(x, x, x)], {"name": "quest", "kv_heads": H})
     torch.testing.assert_close(ours(x, x, x)[0], wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_batches_are_run_as_the_example_of_inject() -> None:
+def test_batches_are_run_as_the_example_of_inject():
     class Named(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.encoder = model()
 
-        def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
-            out: Tensor = self.encoder(x * scale)
+        def forward(self, x, *, scale=1.0):
+            out = self.encoder(x * scale)
             return out
 
     stock, x = Named(), torch.randn(2, 5, E)
-    batches: list[Any] = [{"x": x, "scale": 2.0}, (2 * x,), 2 * x, lambda module: module(x, scale=2.0)]
+    batches = [{"x": x, "scale": 2.0}, (2 * x,), 2 * x, lambda module: module(x, scale=2.0)]
     reports = [quest_core.calibrate(copy.deepcopy(stock), [batch])[1] for batch in batches]
     assert all(report == reports[0] for report in reports)
 
 
-def test_batches_are_run_as_told_and_outputs_may_be_nested() -> None:
+def test_batches_are_run_as_told_and_outputs_may_be_nested():
     class Nested(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.encoder = model()
 
-        def forward(self, x: Tensor, *, twice: bool) -> dict[str, Any]:
+        def forward(self, x, *, twice):
             y = self.encoder(x)
             return {"hidden": [y, (y * 2 if twice else y,)], "length": x.shape[1], "ids": torch.arange(3)}
 
@@ -153,20 +151,20 @@ class Deaf(TorchAdapter):
 
     name = "deaf"
 
-    def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
+    def scale_queries(self, module, factor):
         super().scale_queries(nn.Linear(2, 2), factor)
 
 
 class Unused(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.used, self.unused = model(1), model(1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.used(x)
 
 
-def shared() -> nn.Module:
+def shared():
     made = model()
     made.layers[1].self_attn.in_proj_weight = made.layers[0].self_attn.in_proj_weight
     return made
@@ -208,9 +206,7 @@ FAILURES: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize(("make", "options", "kind", "text"), FAILURES.values(), ids=FAILURES)
-def test_an_error_leaves_the_model_untouched(
-    make: Any, options: dict[str, Any], kind: type[Exception], text: str
-) -> None:
+def test_an_error_leaves_the_model_untouched(make, options, kind, text):
     made = make()
     before, classes = copy.deepcopy(made.state_dict()), [type(m) for m in made.modules()]
     with pytest.raises(kind, match=text):
@@ -222,16 +218,16 @@ def test_an_error_leaves_the_model_untouched(
 class Own(nn.Module):
     """Attention that no adapter knows."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv = nn.Linear(E, 3 * E)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, H, D)).permute(2, 0, 3, 1, 4)
         return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-def test_a_universal_site_is_refused() -> None:
+def test_a_universal_site_is_refused():
     ours, _ = quest_core.inject(nn.Sequential(Own()), "standard", example=torch.randn(2, 5, E))
     with pytest.raises(UnsupportedError, match="no adapter knows which projection of '0' makes its queries"):
         quest_core.calibrate(ours, [torch.randn(2, 5, E)])

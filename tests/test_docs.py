@@ -1,7 +1,5 @@
 """The documentation says what the code does: generated tables are current, links lead somewhere, examples read."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import json
@@ -12,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -33,7 +30,7 @@ PAGES = sorted(
 )
 
 
-def test_generated_tables_are_current(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generated_tables_are_current(capsys):
     """In this process, which has imported PyTorch."""
     pytest.importorskip("quest_bench", reason="quest-bench is not installed; the environment core has it")
     made = runpy.run_path(str(ROOT / "docs" / "generate.py"))
@@ -41,7 +38,7 @@ def test_generated_tables_are_current(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere(page):
     targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
     local = [target for target in targets if "://" not in target]
     assert [target for target in local if not (page.parent / target).exists()] == []
@@ -49,19 +46,19 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert local == [] or page not in SHOWN_ELSEWHERE, "PyPI shows this page, where a relative link is dead"
 
 
-def test_what_is_installed_names_pages_by_their_address() -> None:
+def test_what_is_installed_names_pages_by_their_address():
     """A wheel carries no docs/."""
     installed = [path for package in ("quest_core", "plugins/*/src") for path in ROOT.glob(f"{package}/**/*")]
     texts = {path: path.read_text() for path in installed if path.suffix in (".py", ".tmpl", ".yaml", ".md")}
     assert [str(path) for path, text in texts.items() if re.search(r"(?<![\w/.-])docs/[\w-]+\.md", text)] == []
 
 
-def install() -> dict[str, Any]:
+def install():
     """What is defined in release/install_test.py."""
     return runpy.run_path(str(ROOT / "release" / "install_test.py"), run_name="install_test")
 
 
-def exists(url: str) -> bool:
+def exists(url):
     """Whether an address of this project leads to a file of this clone; other addresses are not looked up."""
     path = url.removeprefix(SITE).strip("/")
     if url.startswith(f"{SITE}hosts/"):
@@ -77,7 +74,7 @@ def exists(url: str) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_attentions_in_examples_are_valid(page: Path) -> None:
+def test_attentions_in_examples_are_valid(page):
     text = page.read_text()
     for spec in re.findall(r"attention[\"']?\s*[:=]\s*[\"']([^\"'\n]+)[\"']", text):
         AttentionConfig.parse(spec)
@@ -119,11 +116,11 @@ EXCERPTS = {
 
 
 @pytest.mark.parametrize("page", FROM_TOP_TO_BOTTOM)
-def test_the_code_of_a_page_runs(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_code_of_a_page_runs(page, capsys):
     language = "pycon" if page in EXCERPTS else "python"
     found = [block for block in install()["blocks"]((ROOT / "docs" / page).read_text()) if block.language == language]
     assert found
-    names: dict[str, Any] = {}
+    names = {}
     exec(FROM_TOP_TO_BOTTOM[page], names)
     for block in found:
         if language == "python":
@@ -137,7 +134,7 @@ def test_the_code_of_a_page_runs(page: str, capsys: pytest.CaptureFixture[str]) 
         assert [text for text in said if text not in printed] == []
 
 
-def test_every_block_of_the_pages_is_run_or_says_why_not() -> None:
+def test_every_block_of_the_pages_is_run_or_says_why_not():
     """In docs/, Python runs here or is compared by another test, and a command has its reason on the page."""
     for page in sorted((ROOT / "docs").glob("*.md")):
         for block in install()["blocks"](page.read_text()):
@@ -148,12 +145,9 @@ def test_every_block_of_the_pages_is_run_or_says_why_not() -> None:
         assert f'"{name}"' in (ROOT / path).read_text(), path
 
 
-def test_what_code_says_about_addresses_is_true() -> None:
+def test_what_code_says_about_addresses_is_true():
     """Messages and templates point to pages, too; a wheel carries no docs/."""
-    files = [
-        *(ROOT / "quest_core").rglob("*.py"),
-        *ROOT.glob("plugins/*/src/**/*.py"),
-    ]
+    files = [*(ROOT / "quest_core").rglob("*.py"), *ROOT.glob("plugins/*/src/**/*.py")]
     text = "".join(path.read_text() for path in files if path.is_file())
     urls = {url.rstrip(".,;:)") for url in re.findall(rf"(?:{SITE}|{REPOSITORY})[\w./-]*", text)}
     assert [url for url in urls if not exists(url)] == []
@@ -163,7 +157,7 @@ def test_what_code_says_about_addresses_is_true() -> None:
 
 
 @pytest.mark.parametrize("page", SHOWN_ELSEWHERE, ids=lambda p: p.parent.name)
-def test_code_blocks_say_what_they_are(page: Path) -> None:
+def test_code_blocks_say_what_they_are(page):
     found = install()["blocks"](page.read_text())
     assert page.read_text().count("\n```") == 2 * len(found)
     assert {block.language for block in found} <= {"bash", "python", "yaml", "text", "json"}
@@ -173,7 +167,7 @@ def test_code_blocks_say_what_they_are(page: Path) -> None:
         assert said in first.code
 
 
-def test_every_readme_says_how_to_build_what_is_not_on_pypi() -> None:
+def test_every_readme_says_how_to_build_what_is_not_on_pypi():
     main, *plugins = (page.read_text() for page in SHOWN_ELSEWHERE)
     (build,) = (block for block in install()["blocks"](main) if block.not_run == "builds the packages")
     said = [re.findall(r"^Not on PyPI yet\..*: `(.*)` and\n`(.*)`\.$", text, re.MULTILINE) for text in plugins]
@@ -184,7 +178,7 @@ def test_every_readme_says_how_to_build_what_is_not_on_pypi() -> None:
 # --- the site ---------------------------------------------------------------------------------------------------------
 
 
-def build_site(folder: Path, **variables: str) -> Path:
+def build_site(folder, **variables):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", **variables}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -193,12 +187,12 @@ def build_site(folder: Path, **variables: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     return build_site(tmp_path_factory.mktemp("site"))
 
 
 @pytest.mark.slow
-def test_addresses_of_the_site_exist_where_it_is_deployed(tmp_path: Path) -> None:
+def test_addresses_of_the_site_exist_where_it_is_deployed(tmp_path):
     """Package pages on PyPI, project URLs and messages name whole addresses, some with an anchor."""
     assert 'OFFLINE: "false"' in (ROOT / ".github" / "workflows" / "docs.yml").read_text()
     deployed = build_site(tmp_path, OFFLINE="false")
@@ -221,7 +215,7 @@ def test_addresses_of_the_site_exist_where_it_is_deployed(tmp_path: Path) -> Non
     assert dead == set()
 
 
-def public_names() -> set[str]:
+def public_names():
     """What users import from the core and from the plugins."""
     found = {
         f"{module.__name__}.{name}"
@@ -236,7 +230,7 @@ def public_names() -> set[str]:
 
 
 @pytest.mark.slow
-def test_every_public_name_and_every_plugin_has_a_page(site: Path) -> None:
+def test_every_public_name_and_every_plugin_has_a_page(site):
     anchors = {
         anchor
         for page in (site / "reference").rglob("*.html")
@@ -250,20 +244,20 @@ def test_every_public_name_and_every_plugin_has_a_page(site: Path) -> None:
         assert (site / "hosts" / f"{readme.parent.name.removeprefix('quest-')}.html").exists()
 
 
-def is_ours(name: str) -> bool:
+def is_ours(name):
     """Whether a dotted name is neither a module nor torch's. Imports no plugin, because its host is absent."""
     module, _, attribute = name.rpartition(".")
     found = getattr(importlib.import_module(module), attribute) if module.startswith("quest_core") else None
     return not isinstance(found, ModuleType) and getattr(found, "__module__", "quest_").startswith("quest_")
 
 
-def test_every_command_is_explained_on_a_page() -> None:
+def test_every_command_is_explained_on_a_page():
     pages = "".join(page.read_text() for page in PAGES)
     assert [name for name in cli.COMMANDS if f"`quest {name}" not in pages and f"\nquest {name}" not in pages] == []
 
 
 @pytest.mark.slow
-def test_the_site_works_without_a_server(site: Path) -> None:
+def test_the_site_works_without_a_server(site):
     index = json.loads((site / "search" / "search_index.json").read_text())
     assert any("attention_is_not_standard" in page["text"] for page in index["docs"])
     assert "__index" in (site / "search" / "search_index.js").read_text()

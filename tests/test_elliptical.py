@@ -1,7 +1,5 @@
 """Elliptical scores: the metric against its formula, the chain of layers, causality and decoding."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle
@@ -9,30 +7,30 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import quest_core
 
 
-def pair(name: str = "elliptical") -> list[quest_core.Mechanism]:
+def pair(name="elliptical"):
     layers = [quest_core.Mechanism(name, num_heads=4, head_dim=6) for _ in range(2)]
     quest_core.chain(nn.ModuleList(layers))
     return layers
 
 
-def tensors(batch: int, tokens: int) -> Tensor:
+def tensors(batch, tokens):
     """q, k and v [B, H, N, D]."""
     return torch.randn(3, batch, 4, tokens, 6, dtype=torch.float64)
 
 
-def formula(q: Tensor, k: Tensor, v: Tensor, before: Tensor) -> Tensor:
+def formula(q, k, v, before):
     """The second layer of a chain, without a mask; tests/grid has masks."""
     change = (v - before).abs().mean(2, keepdim=True)
     metric = change / change.amax(-1, keepdim=True)  # [B, H, 1, D]
     return ((q * metric) @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v
 
 
-def test_the_second_layer_equals_the_formula() -> None:
+def test_the_second_layer_equals_the_formula():
     first, second = pair()
     one, two = tensors(2, 5), tensors(2, 5)
     torch.testing.assert_close(first(*one), quest_core.attention(*one, "standard"))
@@ -40,13 +38,13 @@ def test_the_second_layer_equals_the_formula() -> None:
 
 
 @pytest.mark.parametrize("name", ["elliptical", "elliptical-quest"])
-def test_equal_values_make_the_metric_one(name: str) -> None:
+def test_equal_values_make_the_metric_one(name):
     first, second = pair(name)
     q, k, v = tensors(1, 5)
     torch.testing.assert_close(first(q, k, v), second(q, k, v))
 
 
-def test_layers_of_other_shapes_start_anew() -> None:
+def test_layers_of_other_shapes_start_anew():
     """At the border of two stages there is nothing to compare with."""
     first, second = pair()
     first(*tensors(1, 5))
@@ -54,7 +52,7 @@ def test_layers_of_other_shapes_start_anew() -> None:
     torch.testing.assert_close(second(q, k, v), quest_core.attention(q, k, v, "standard"))
 
 
-def test_tokens_in_another_order_are_compared_with_themselves() -> None:
+def test_tokens_in_another_order_are_compared_with_themselves():
     """A host may sort its tokens in every layer, cut them into rows, and let a row borrow from another."""
     torch.manual_seed(0)
     first, second = pair()
@@ -63,30 +61,29 @@ def test_tokens_in_another_order_are_compared_with_themselves() -> None:
     take = torch.tensor([[4, 0, 2, 5], [3, 1, 5, 2]])  # two rows of four tokens; 5 and 2 are borrowed
     give = torch.tensor([1, 5, 2, 4, 0, 3])  # the place from which each token is read
 
-    def rows(x: Tensor) -> Tensor:
+    def rows(x):
         return x[0][:, take].transpose(0, 1)  # [2, H, 4, D]
 
-    quest_core.Mechanism("elliptical", num_heads=4, head_dim=4).score.follow(second.score)  # type: ignore[operator]
+    quest_core.Mechanism("elliptical", num_heads=4, head_dim=4).score.follow(second.score)
     first(q, k, before)
     expected_before = rows(before)
-    with second.score.token_order(  # type: ignore[operator]
-        to_tokens=lambda v: v.transpose(1, 2).flatten(0, 1)[give].transpose(0, 1)[None],
-        from_tokens=rows,
+    with second.score.token_order(
+        to_tokens=lambda v: v.transpose(1, 2).flatten(0, 1)[give].transpose(0, 1)[None], from_tokens=rows
     ):
         got = second(rows(q), rows(k), rows(own))
     torch.testing.assert_close(got, formula(rows(q), rows(k), rows(own), expected_before))
     # What the second layer hands on lies token by token again.
-    (kept,) = second.score._values.values()  # type: ignore[union-attr, operator]
+    (kept,) = second.score._values.values()
     torch.testing.assert_close(kept, own)
 
 
-def test_stages_end_where_a_mapping_of_stacks_says() -> None:
+def test_stages_end_where_a_mapping_of_stacks_says():
     layers = nn.ModuleList([quest_core.Mechanism("elliptical", num_heads=4, head_dim=6) for _ in range(4)])
     quest_core.chain(layers, {"0": "a", "1": "a", "2": "b", "3": "b"})
-    assert [layer.score._previous[0] is not None for layer in layers] == [False, True, False, True]  # type: ignore
+    assert [layer.score._previous[0] is not None for layer in layers] == [False, True, False, True]
 
 
-def test_an_unlinked_layer_refuses_to_run() -> None:
+def test_an_unlinked_layer_refuses_to_run():
     lonely = quest_core.Mechanism("elliptical", num_heads=4, head_dim=6)
     with pytest.raises(quest_core.UnsupportedError, match=r"quest_core.inject, or call quest_core.chain\(model\)"):
         lonely(*tensors(1, 5))
@@ -94,7 +91,7 @@ def test_an_unlinked_layer_refuses_to_run() -> None:
         quest_core.attention(*tensors(1, 5), "elliptical")
 
 
-def encoder(name: str, layers: int = 3) -> nn.Module:
+def encoder(name, layers=3):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
@@ -104,7 +101,7 @@ def encoder(name: str, layers: int = 3) -> nn.Module:
     return quest_core.inject(model, name)[0]
 
 
-def test_injected_layers_follow_each_other() -> None:
+def test_injected_layers_follow_each_other():
     x = torch.randn(2, 5, 16)
     elliptical, plain = encoder("elliptical").eval(), encoder("standard").eval()
     assert not torch.allclose(elliptical(x), plain(x))
@@ -113,7 +110,7 @@ def test_injected_layers_follow_each_other() -> None:
         encoder("elliptical", 1)
 
 
-def test_a_skipped_predecessor_is_an_error_and_never_standard_attention() -> None:
+def test_a_skipped_predecessor_is_an_error_and_never_standard_attention():
     first, second = pair()
     one, two = tensors(1, 5), tensors(1, 5)
     with pytest.raises(quest_core.UnsupportedError, match="that layer was skipped"):
@@ -127,7 +124,7 @@ def test_a_skipped_predecessor_is_an_error_and_never_standard_attention() -> Non
         copy.deepcopy(second)(*two)
 
 
-def test_threads_do_not_see_each_others_values() -> None:
+def test_threads_do_not_see_each_others_values():
     model = encoder("elliptical").eval()
     inputs = [torch.randn(2, 5, 16) for _ in range(16)]
     with torch.no_grad():
@@ -139,10 +136,10 @@ def test_threads_do_not_see_each_others_values() -> None:
 
 
 @pytest.mark.parametrize(("reentrant", "training"), [(False, True), (True, True), (False, False)])
-def test_only_the_latest_forward_pass_is_recomputed(reentrant: bool, training: bool) -> None:
+def test_only_the_latest_forward_pass_is_recomputed(reentrant, training):
     inputs, model = torch.randn(2, 2, 5, 16), encoder("elliptical").train(training)
 
-    def run(x: Tensor, recompute: bool = True) -> Tensor:
+    def run(x, recompute=True):
         x = x.clone().requires_grad_()
         for layer in model.layers:
             x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant) if recompute else layer(x)
@@ -159,7 +156,7 @@ def test_only_the_latest_forward_pass_is_recomputed(reentrant: bool, training: b
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_nothing_is_kept_after_the_backward_pass(recompute: bool) -> None:
+def test_nothing_is_kept_after_the_backward_pass(recompute):
     model, x = encoder("elliptical"), torch.randn(2, 5, 16, requires_grad=True)
     out = x
     for layer in model.layers:
@@ -171,7 +168,7 @@ def test_nothing_is_kept_after_the_backward_pass(recompute: bool) -> None:
     assert not any(score._step or score._values for score in scores)
 
 
-def test_copies_keep_their_own_chain() -> None:
+def test_copies_keep_their_own_chain():
     x, other = torch.randn(2, 5, 16), torch.randn(2, 5, 16)
     model = encoder("elliptical-quest")
     want = model.eval()(x)
@@ -185,7 +182,7 @@ def test_copies_keep_their_own_chain() -> None:
 
 
 @pytest.mark.parametrize("size", [1.0, math.nan], ids=["finite", "overflowed"])
-def test_activation_checkpointing_works_where_another_thread_runs_backward(size: float) -> None:
+def test_activation_checkpointing_works_where_another_thread_runs_backward(size):
     """As on a GPU, whose backward pass has a thread of its own; and in a step whose values are NaN."""
     model = encoder("elliptical")
     out = size * torch.randn(2, 5, 16)
@@ -196,7 +193,7 @@ def test_activation_checkpointing_works_where_another_thread_runs_backward(size:
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_values_of_a_pass_that_ended_early_are_not_taken() -> None:
+def test_values_of_a_pass_that_ended_early_are_not_taken():
     layers = nn.ModuleList(quest_core.Attention(16, 2, "elliptical") for _ in range(3))
     quest_core.chain(layers)
     x = torch.randn(1, 5, 16)
@@ -207,7 +204,7 @@ def test_values_of_a_pass_that_ended_early_are_not_taken() -> None:
 
 
 @pytest.mark.parametrize("kind", ["inject", "chain"])
-def test_a_layer_of_two_places_is_refused(kind: str) -> None:
+def test_a_layer_of_two_places_is_refused(kind):
     if kind == "chain":
         one, other = (quest_core.Attention(16, 2, "elliptical") for _ in range(2))
         model = nn.ModuleList([one, other, one, other])

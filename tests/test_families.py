@@ -1,12 +1,9 @@
 """linear, cosine and the attention-free family: no tokens, no numbers, and large or square grids."""
 
-from __future__ import annotations
-
 import pytest
 import test_aft
 import test_linear
 import torch
-from torch import Tensor
 
 import quest_core
 from quest_core import ops as blocks
@@ -15,11 +12,11 @@ SPECS = ["linear", "cosine", "aft-simple", "aft-full(max_length=96)", "aft-local
 CASES = [(spec, causal) for spec in SPECS for causal in (False, True) if not (causal and "conv" in spec)]
 
 
-def build(spec: str, heads: int = 2, dim: int = 4) -> quest_core.Mechanism:
+def build(spec, heads=2, dim=4):
     return test_aft.build(spec, heads, dim) if spec.startswith("aft") else test_linear.build(spec, heads, dim)
 
 
-def truth(made: quest_core.Mechanism, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+def truth(made, q, k, v, mask, is_causal):
     if str(made.config).startswith("aft"):
         return test_aft.truth(made, q, k, v, mask=mask, is_causal=is_causal, grid=(q.shape[2],))
     key_mask = None if mask is None else mask[:, 0, 0]
@@ -28,7 +25,7 @@ def truth(made: quest_core.Mechanism, q: Tensor, k: Tensor, v: Tensor, mask: Ten
 
 @pytest.mark.parametrize(("n", "m"), [(0, 0), (0, 5), (5, 0), (1, 5), (5, 1)])
 @pytest.mark.parametrize(("spec", "is_causal"), CASES)
-def test_no_tokens_on_one_side(spec: str, is_causal: bool, n: int, m: int) -> None:
+def test_no_tokens_on_one_side(spec, is_causal, n, m):
     made = build(spec)
     q, k, v = (x.requires_grad_() for x in test_aft.tensors(spec, 2, 2, n, m, 4))
     if "conv" in spec or ("local" in spec and n != m and not is_causal):
@@ -44,7 +41,7 @@ def test_no_tokens_on_one_side(spec: str, is_causal: bool, n: int, m: int) -> No
         out.sum().backward()
 
 
-def test_a_large_grid_has_a_second_derivative(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_grid_has_a_second_derivative(monkeypatch):
     for name, value in (("PLAIN_WEIGHTS", 0), ("BLOCK_WEIGHTS", 1), ("BLOCK_ROWS", 3)):
         monkeypatch.setattr(blocks, name, value)
     made = build("aft-conv(dims=1)")
@@ -52,7 +49,7 @@ def test_a_large_grid_has_a_second_derivative(monkeypatch: pytest.MonkeyPatch) -
     assert torch.autograd.gradgradcheck(made, inputs)
 
 
-def test_a_dynamic_square_is_refused() -> None:
+def test_a_dynamic_square_is_refused():
     made, n = build("aft-conv(window=3)"), torch.export.Dim("n", min=2, max=96)
     inputs = dict(zip(("q", "k", "v"), test_aft.tensors("aft-conv", 2, 2, 36, 36, 4), strict=True))
     with pytest.raises(quest_core.UnsupportedError, match="'aft-conv' does not support torch.export with a dynamic"):

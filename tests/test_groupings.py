@@ -1,24 +1,20 @@
 """Key-driven groupings: head sizes against exact arithmetic, state, noise."""
 
-from __future__ import annotations
-
 import copy
 import math
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import quest_core
 from quest_core.checkpoints import ENTRY
 from quest_core.mechanisms.groupings import allocate, head_index, key_norms
 
 
-def by_hand(importance: list[Fraction], heads: int, least: int = 0) -> list[int]:
+def by_hand(importance, heads, least=0):
     """The specification in exact fractions: floors, then largest remainders, ties to the lower index."""
     total = sum(importance)
     free = heads - least * len(importance)
@@ -32,7 +28,7 @@ def by_hand(importance: list[Fraction], heads: int, least: int = 0) -> list[int]
 
 @example(weights=[0, 3, 12, 3], extra=0, least=0)  # 2/3 and the fraction of 8/3 tie
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(0, 10), st.integers(0, 1))
-def test_sizes_equal_exact_arithmetic(weights: list[int], extra: int, least: int) -> None:
+def test_sizes_equal_exact_arithmetic(weights, extra, least):
     heads = len(weights) + extra
     sizes = allocate(torch.tensor(weights, dtype=torch.float64), heads, least)
     assert sizes.tolist() == by_hand([Fraction(w) for w in weights], heads, least)
@@ -41,13 +37,13 @@ def test_sizes_equal_exact_arithmetic(weights: list[int], extra: int, least: int
     assert index == [g for g, size in enumerate(sizes.tolist()) for _ in range(size)]
 
 
-def keys(norms: list[float], batch: int = 2, tokens: int = 3, dim: int = 4) -> Tensor:
+def keys(norms, batch=2, tokens=3, dim=4):
     """Keys [B, G, M, D] whose heads have these Frobenius norms."""
     made = torch.randn(batch, len(norms), tokens, dim, dtype=torch.float64)
     return made / made.square().sum((2, 3), keepdim=True).sqrt() * torch.tensor(norms)[None, :, None, None]
 
 
-def test_kdgqa_follows_the_paper() -> None:
+def test_kdgqa_follows_the_paper():
     made = quest_core.Mechanism("kdgqa(kv_heads=3)", num_heads=6, head_dim=4)
     # n̂ = (0, 1/2, 1): sizes ⌊(0, 2, 4)⌋
     assert made.grouping(keys([1.0, 2.0, 3.0]), 6, None).tolist() == [1, 1, 2, 2, 2, 2]
@@ -58,7 +54,7 @@ def test_kdgqa_follows_the_paper() -> None:
     assert least.grouping(keys([1.0, 2.0, 3.0]), 6, None).tolist() == [0, 1, 1, 2, 2, 2]
 
 
-def test_padding_and_batch_size_do_not_change_the_norms() -> None:
+def test_padding_and_batch_size_do_not_change_the_norms():
     k = keys([1.0, 2.0], batch=3)
     padded = torch.cat([k, torch.full((3, 2, 2, 4), 9.0, dtype=torch.float64)], 2)
     mask = torch.ones(3, 1, 1, 5, dtype=torch.bool)
@@ -74,13 +70,13 @@ def test_padding_and_batch_size_do_not_change_the_norms() -> None:
         ("alpha=0.5, evolution=difference", "ema only"),
     ],
 )
-def test_dgqa_refuses_a_weight_that_has_no_meaning(options: str, why: str) -> None:
+def test_dgqa_refuses_a_weight_that_has_no_meaning(options, why):
     with pytest.raises(quest_core.ConfigError, match=why):
         quest_core.Mechanism(f"dgqa(kv_heads=2, {options})", num_heads=4, head_dim=4)
 
 
 @pytest.mark.parametrize("evolution", ["ema", "difference"])
-def test_dgqa_changes_its_sizes_every_window_of_training_steps(evolution: str) -> None:
+def test_dgqa_changes_its_sizes_every_window_of_training_steps(evolution):
     average = {"alpha": 0.25} if evolution == "ema" else {}
     spec = {"name": "dgqa", "kv_heads": 2, "window": 3, "evolution": evolution, **average}
     made = quest_core.Mechanism(spec, num_heads=8, head_dim=4)
@@ -101,7 +97,7 @@ def test_dgqa_changes_its_sizes_every_window_of_training_steps(evolution: str) -
     assert len({tuple(s) for s in sizes}) > 1
 
 
-def test_dgqa_state_is_saved_and_untouched_by_evaluation() -> None:
+def test_dgqa_state_is_saved_and_untouched_by_evaluation():
     spec = "quest+dgqa(kv_heads=2, window=1)"
     made = quest_core.Mechanism(spec, num_heads=4, head_dim=4)
     q, v = torch.randn(2, 4, 3, 4), torch.randn(2, 2, 3, 4)
@@ -120,7 +116,7 @@ def test_dgqa_state_is_saved_and_untouched_by_evaluation() -> None:
     assert made.half().state_dict()["grouping.norms"].dtype == torch.float32
 
 
-def test_activation_checkpointing_gives_the_same_gradients_where_sizes_change() -> None:
+def test_activation_checkpointing_gives_the_same_gradients_where_sizes_change():
     gradients = []
     for use in (False, True):
         torch.manual_seed(0)
@@ -138,7 +134,7 @@ def test_activation_checkpointing_gives_the_same_gradients_where_sizes_change() 
 
 
 @pytest.mark.parametrize("bad", [torch.randn(0, 5, 16), torch.full((2, 5, 16), torch.inf)])
-def test_a_batch_without_finite_norms_does_not_count(bad: Tensor) -> None:
+def test_a_batch_without_finite_norms_does_not_count(bad):
     layer = quest_core.Attention(16, 4, "dgqa(kv_heads=2, window=1)")
     good = torch.randn(2, 5, 16)
     for x in (bad, good, bad, good):
@@ -148,7 +144,7 @@ def test_a_batch_without_finite_norms_does_not_count(bad: Tensor) -> None:
     assert layer.mechanism.grouping.pending.sum() == 4
 
 
-def test_pgqa_subtracts_noise_of_the_groups_own_mean_and_deviation() -> None:
+def test_pgqa_subtracts_noise_of_the_groups_own_mean_and_deviation():
     q, k, v = torch.randn(2, 4, 40, 4), torch.randn(2, 2, 50, 4), torch.randn(2, 2, 50, 4)
     made = quest_core.Mechanism("quest+pgqa(kv_heads=2)", num_heads=4, head_dim=4)
     clean = quest_core.Mechanism("quest+gqa(kv_heads=2)", num_heads=4, head_dim=4).forward_with_weights(q, k, v)[1]
@@ -167,7 +163,7 @@ def test_pgqa_subtracts_noise_of_the_groups_own_mean_and_deviation() -> None:
     assert (hidden[..., 45:] == 0).all()
 
 
-def test_pgqa_repeats_under_a_seed_and_can_be_quiet_in_evaluation() -> None:
+def test_pgqa_repeats_under_a_seed_and_can_be_quiet_in_evaluation():
     q, k, v = torch.randn(2, 4, 5, 4), torch.randn(2, 2, 5, 4), torch.randn(2, 2, 5, 4)
     loud = quest_core.Mechanism("pgqa(kv_heads=2)", num_heads=4, head_dim=4).eval()
     quiet = quest_core.Mechanism("pgqa(kv_heads=2, noise_in_eval=false)", num_heads=4, head_dim=4)
@@ -182,7 +178,7 @@ def test_pgqa_repeats_under_a_seed_and_can_be_quiet_in_evaluation() -> None:
 
 
 @pytest.mark.parametrize("part", ["gqa", "kdgqa", "dgqa", "pgqa"])
-def test_kv_heads_is_required_and_checked(part: str) -> None:
+def test_kv_heads_is_required_and_checked(part):
     with pytest.raises(quest_core.ConfigError, match=f"needs 'kv_heads'.*{part}\\(kv_heads=2\\)"):
         quest_core.Mechanism(part, num_heads=4, head_dim=4)
     with pytest.raises(quest_core.ConfigError, match="the 4 (query )?heads"):
@@ -192,14 +188,14 @@ def test_kv_heads_is_required_and_checked(part: str) -> None:
         made(*torch.randn(3, 1, 4, 3, 4))
 
 
-def test_starting_values_are_those_of_the_specification() -> None:
-    dgqa: Any = quest_core.Mechanism("dgqa(kv_heads=2)", num_heads=4, head_dim=8).grouping
+def test_starting_values_are_those_of_the_specification():
+    dgqa = quest_core.Mechanism("dgqa(kv_heads=2)", num_heads=4, head_dim=8).grouping
     assert (dgqa.window, dgqa.evolution, dgqa.alpha) == (300, "ema", 0.9)
     assert quest_core.AttentionConfig.parse("kdgqa(kv_heads=2)").option("min_queries") == 0
     assert quest_core.AttentionConfig.parse("pgqa(kv_heads=2)").option("noise_in_eval") is True
 
 
-def test_dgqa_counts_its_steps_whatever_the_default_type() -> None:
+def test_dgqa_counts_its_steps_whatever_the_default_type():
     torch.set_default_dtype(torch.bfloat16)  # which has no 257
     try:
         grouping = quest_core.Attention(32, 8, "quest+dgqa(kv_heads=4)").mechanism.grouping

@@ -1,19 +1,15 @@
 """Masks that hide the future are recognized, and what cannot be causal is refused under them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import quest_core
 from quest_core import Attention, InputError, MultiheadAttention, UnsupportedError, attention
-from quest_core.ops import (
-    hides_the_future,
-)
+from quest_core.ops import hides_the_future
 
 N = 6
 PAST = torch.ones(N, N, dtype=torch.bool).tril()
@@ -27,14 +23,14 @@ MASKS = {
 
 @pytest.mark.parametrize("added", [{}, {"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
 @pytest.mark.parametrize("attention", ["quest+sinkhorn", "quest+kdgqa(kv_heads=2)", "quest+pgqa(kv_heads=2)"])
-def test_what_cannot_be_causal_refuses_masks_that_are(attention: str, added: dict[str, bool]) -> None:
+def test_what_cannot_be_causal_refuses_masks_that_are(attention, added):
     """`check_mechanism` tests mechanisms; here a layer adds keys to the triangle."""
     x = torch.randn(N, 2, 32)
     with pytest.raises(UnsupportedError, match="cannot be causal"):
         MultiheadAttention(32, 4, attention=attention, **added)(x, x, x, attn_mask=~PAST)
 
 
-def test_masks_that_hide_the_future_are_recognized() -> None:
+def test_masks_that_hide_the_future_are_recognized():
     for mask in MASKS.values():
         assert hides_the_future(mask)
     assert hides_the_future(torch.ones(N, 9, dtype=torch.bool).tril(3))
@@ -59,7 +55,7 @@ def test_masks_that_hide_the_future_are_recognized() -> None:
         assert not hides_the_future(other)
 
 
-def test_a_mask_that_is_causal_and_nothing_else_is_recognized() -> None:
+def test_a_mask_that_is_causal_and_nothing_else_is_recognized():
     future = torch.full((6, 6), -math.inf).triu(1)
     assert hides_the_future(future, only=True)
     assert hides_the_future(future[:4, :4], only=True)
@@ -73,7 +69,7 @@ def test_a_mask_that_is_causal_and_nothing_else_is_recognized() -> None:
     assert not hides_the_future(future, only=True)  # the mask was changed since it was last looked at
 
 
-def test_a_mask_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_is_read_once(monkeypatch):
     q, k, v = torch.randn(3, 1, 1, 4, 8)
     mask = torch.zeros(4, 4)
     seen = []
@@ -83,7 +79,7 @@ def test_a_mask_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(seen) == 1
 
 
-def test_reading_a_learned_mask_leaves_nothing_in_the_graph() -> None:
+def test_reading_a_learned_mask_leaves_nothing_in_the_graph():
     """Or a checkpoint, which repeats the call and reads nothing, would count other tensors."""
     q, k, v = torch.randn(3, 2, 4, N, 8)
     mask = torch.randn(N, N, requires_grad=True)
@@ -92,7 +88,7 @@ def test_reading_a_learned_mask_leaves_nothing_in_the_graph() -> None:
     assert mask.grad is not None
 
 
-def test_what_cannot_be_read_runs() -> None:
+def test_what_cannot_be_read_runs():
     """Under a compiler or a transform no number is known."""
     q, k, v = torch.randn(3, 2, 4, N, 8)
     torch.vmap(lambda mask: attention(q, k, v, "quest+sinkhorn", attn_mask=mask))(PAST.expand(2, N, N))
@@ -101,7 +97,7 @@ def test_what_cannot_be_read_runs() -> None:
     torch._dynamo.reset()
 
 
-def test_decoding_honours_masks_of_pairs() -> None:
+def test_decoding_honours_masks_of_pairs():
     """A window hides tokens that the cache holds."""
     window = PAST & ~PAST.tril(-3)
     layers = nn.ModuleList(Attention(32, 4, "elliptical") for _ in range(2)).eval()
@@ -117,9 +113,9 @@ def test_decoding_honours_masks_of_pairs() -> None:
     torch.testing.assert_close(torch.cat(outs, 1), whole)
 
 
-def test_the_universal_route_refuses_a_mask_with_is_causal() -> None:
+def test_the_universal_route_refuses_a_mask_with_is_causal():
     class Both(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             q = x.unflatten(-1, (4, 8)).transpose(1, 2)
             mask = None if x.shape[1] == 1 else PAST
             return nn.functional.scaled_dot_product_attention(q, q, q, mask, is_causal=mask is not None)

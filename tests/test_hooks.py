@@ -1,17 +1,11 @@
 """Sub-modules are called as modules: hooks, offloading, threads, the number of calls and the memory of a call."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
 from allocations import allocated
-from torch import Tensor, nn
 
 import quest_core
 from quest_core import Cache, Mechanism, Monitor
@@ -21,24 +15,24 @@ OWNERS = ("qknorm-hs", "qknorm-ds", "qknorm", "quest+dgqa(kv_heads=2)", "cosine"
 OWNERS += ("aft-local(max_length=16, window=3)", "aft-conv(window=3, dims=1)")
 
 
-def build(attention: str) -> Mechanism:
+def build(attention):
     return Mechanism(attention, num_heads=H, head_dim=D).eval()
 
 
-def inputs(made: Mechanism) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(made):
     groups = made.dims.kv_heads if made.dims else H
     return torch.randn(B, H, N, D), torch.randn(B, groups, N, made._key_features or D), torch.randn(B, groups, N, D)
 
 
-def decode(made: Mechanism, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def decode(made, q, k, v):
     cache = Cache()
     steps = zip(*(x.split([3, 2], 2) for x in (q, k, v)), strict=True)
     return torch.cat([made.decode(*step, cache) for step in steps], 2)
 
 
-def ways(made: Mechanism) -> dict[str, Callable[..., Any]]:
+def ways(made):
     """The public ways to run a mechanism, of those that it has."""
-    found: dict[str, Callable[..., Any]] = {"forward": made}
+    found = {"forward": made}
     if not made._no_cache:
         found["decode"] = lambda *x: decode(made, *x)
     if made.family is None:
@@ -46,17 +40,17 @@ def ways(made: Mechanism) -> dict[str, Callable[..., Any]]:
     return found
 
 
-def owners(made: Mechanism) -> list[nn.Module]:
+def owners(made):
     """The sub-modules that own a tensor."""
     return [part for part in made.children() if [*part.parameters(False), *part.buffers(False)]]
 
 
 @pytest.mark.parametrize("attention", OWNERS)
-def test_hooks_fire_on_every_sub_module_that_owns_a_tensor(attention: str) -> None:
+def test_hooks_fire_on_every_sub_module_that_owns_a_tensor(attention):
     made = build(attention)
     assert owners(made)
     for name, run in ways(made).items():
-        seen: set[nn.Module] = set()
+        seen = set()
         hooks = [part.register_forward_hook(lambda module, *_, seen=seen: seen.add(module)) for part in owners(made)]
         run(*inputs(made))
         assert seen == set(owners(made)), name
@@ -65,15 +59,15 @@ def test_hooks_fire_on_every_sub_module_that_owns_a_tensor(attention: str) -> No
 
 
 @pytest.mark.parametrize("attention", OWNERS)
-def test_tensors_that_are_here_only_during_a_call_are_enough(attention: str) -> None:
+def test_tensors_that_are_here_only_during_a_call_are_enough(attention):
     """As accelerate's offloading does it, and ZeRO-3."""
     made = build(attention)
     tensors, kept = inputs(made), {part: {k: x.clone() for k, x in part.state_dict().items()} for part in owners(made)}
 
-    def load(module: nn.Module, *_: object) -> None:
+    def load(module, *_):
         module.load_state_dict(kept[module])
 
-    def unload(module: nn.Module, *_: object) -> None:
+    def unload(module, *_):
         module.load_state_dict({name: torch.full_like(x, torch.nan) for name, x in kept[module].items()})
 
     want = {name: run(*tensors) for name, run in ways(made).items()}
@@ -86,15 +80,15 @@ def test_tensors_that_are_here_only_during_a_call_are_enough(attention: str) -> 
 
 
 @pytest.mark.parametrize("attention", ["quest", "quest+gqa(kv_heads=2)", "linear"])
-def test_eight_threads_share_a_mechanism(attention: str) -> None:
+def test_eight_threads_share_a_mechanism(attention):
     made = build(attention)
     calls = [inputs(made) for _ in range(64)]
     starts = torch.tensor([0, 2, N], dtype=torch.int32)
 
-    def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def packed(q, k, v):
         return quest_core.attention_packed(*(x[0].transpose(0, 1) for x in (q, k, v)), made, cu_seqlens=starts)
 
-    def work(call: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    def work(call):
         with torch.no_grad():
             return made(*call), decode(made, *call), packed(*call)
 
@@ -111,7 +105,7 @@ def test_eight_threads_share_a_mechanism(attention: str) -> None:
     Monitor(made).remove()
 
 
-def test_functions_are_in_evaluation_and_bounded() -> None:
+def test_functions_are_in_evaluation_and_bounded():
     q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
     noiseless = quest_core.attention(q, k, k, "pgqa(kv_heads=2, noise_in_eval=false)")
     torch.testing.assert_close(noiseless, quest_core.attention(q, k, k, "gqa(kv_heads=2)"))
@@ -121,12 +115,12 @@ def test_functions_are_in_evaluation_and_bounded() -> None:
 
 
 @pytest.mark.needs_torch("2.7", "a function of torch that says whether it exports")
-def test_few_calls_lead_to_the_kernel() -> None:
+def test_few_calls_lead_to_the_kernel():
     q, k, v = torch.randn(3, 1, 4, 1, 16)
     quest_core.attention(q, k, v)
-    names: list[str] = []
+    names = []
 
-    def note(frame: FrameType, event: str, given: Any) -> None:
+    def note(frame, event, given):
         if event == "c_call" and getattr(given, "__name__", "") == "scaled_dot_product_attention":
             sys.setprofile(None)
         elif event == "call" and frame.f_globals.get("__name__", "").startswith("quest_core."):
@@ -146,7 +140,7 @@ MEMORY |= {"aft-simple": 12, "aft-full(max_length=512)": 40}
 
 
 @pytest.mark.parametrize("attention", MEMORY)
-def test_memory_of_a_call_is_a_small_multiple_of_its_tensors(attention: str) -> None:
+def test_memory_of_a_call_is_a_small_multiple_of_its_tensors(attention):
     made = Mechanism(attention, num_heads=4, head_dim=32).eval()
     groups = made.dims.kv_heads if made.dims else 4
     q, k, v = torch.randn(1, 4, 512, 32), *torch.randn(2, 1, groups, 512, 32)

@@ -1,13 +1,9 @@
 """inject: replaced, untouched and refused modules."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +17,7 @@ from quest_core.hosts.torch import TorchAdapter
 from quest_core.notices import LOGGER, say
 
 
-def encoder(layers: int = 2) -> nn.Module:
+def encoder(layers=2):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 4, 16, 0.1, batch_first=True)
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
@@ -30,7 +26,7 @@ def encoder(layers: int = 2) -> nn.Module:
 @pytest.mark.parametrize("attention", ["quest", "quest+gqa(kv_heads=2)", "quest+kdgqa(kv_heads=2)", "mqa"])
 @pytest.mark.parametrize("key_dim", [8, 6])  # one packed projection, or three
 @pytest.mark.parametrize("share", [{"weight"}, {"bias"}, {"weight", "bias"}], ids=sorted)
-def test_attentions_that_share_projections_go_on_sharing_them(attention: str, key_dim: int, share: set[str]) -> None:
+def test_attentions_that_share_projections_go_on_sharing_them(attention, key_dim, share):
     model = nn.ModuleList(nn.MultiheadAttention(8, 4, kdim=key_dim, vdim=key_dim) for _ in range(3))
     shared = [name for name, _ in model[0].named_parameters() if name.rpartition("_")[2].rpartition(".")[2] in share]
     for name in shared:
@@ -42,7 +38,7 @@ def test_attentions_that_share_projections_go_on_sharing_them(attention: str, ke
         assert model[2].get_parameter(name) is not parameter
 
 
-def test_every_attention_is_replaced_and_reported() -> None:
+def test_every_attention_is_replaced_and_reported():
     model, report = quest_core.inject(nn.Transformer(8, 4, 1, 2, 16), "quest")
     assert [r.path for r in report.replacements] == [
         "encoder.layers.0.self_attn",
@@ -58,13 +54,13 @@ def test_every_attention_is_replaced_and_reported() -> None:
     assert len(report.table().splitlines()) == 5
 
 
-def test_initial_values_of_a_mechanism_leave_the_random_state_alone() -> None:
+def test_initial_values_of_a_mechanism_leave_the_random_state_alone():
     model, state = nn.MultiheadAttention(8, 2), torch.get_rng_state()
     quest_core.inject(model, "aft-full(max_length=9)")
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_grouped_projections_shrink_and_cannot_grow_back() -> None:
+def test_grouped_projections_shrink_and_cannot_grow_back():
     model, report = quest_core.inject(encoder(), "quest+gqa(kv_heads=2)")
     assert report.replacements[0].parameters_after < report.replacements[0].parameters_before
     assert "->" in str(report)
@@ -74,7 +70,7 @@ def test_grouped_projections_shrink_and_cannot_grow_back() -> None:
         quest_core.inject(model, "quest")
 
 
-def test_training_mode_type_and_frozen_parameters_are_kept() -> None:
+def test_training_mode_type_and_frozen_parameters_are_kept():
     model = encoder().eval().bfloat16()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -85,9 +81,9 @@ def test_training_mode_type_and_frozen_parameters_are_kept() -> None:
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_an_attention_without_parameters_follows_the_module_around_it(frozen: bool) -> None:
+def test_an_attention_without_parameters_follows_the_module_around_it(frozen):
     class Weigh(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return F.scaled_dot_product_attention(x, x, x)
 
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8).requires_grad_(not frozen), Weigh()))
@@ -98,7 +94,7 @@ def test_an_attention_without_parameters_follows_the_module_around_it(frozen: bo
     assert all(p.requires_grad != frozen for p in own)
 
 
-def test_a_model_without_attention_is_an_error() -> None:
+def test_a_model_without_attention_is_an_error():
     class OddAttention(nn.Module):
         pass
 
@@ -106,9 +102,9 @@ def test_a_model_without_attention_is_an_error() -> None:
         quest_core.inject(nn.Sequential(nn.Linear(2, 2), OddAttention()), "quest")
 
 
-def test_a_subclass_with_a_forward_of_its_own_is_left_alone() -> None:
+def test_a_subclass_with_a_forward_of_its_own_is_left_alone():
     class Changed(nn.MultiheadAttention):
-        def forward(self, *args: object, **kwargs: object) -> None:  # type: ignore[override]
+        def forward(self, *args, **kwargs):
             raise AssertionError
 
     with pytest.raises(InjectionError, match="Changed"):
@@ -118,13 +114,13 @@ def test_a_subclass_with_a_forward_of_its_own_is_left_alone() -> None:
         quest_core.inject(both, "quest")
 
 
-def test_wrapped_models_are_refused() -> None:
+def test_wrapped_models_are_refused():
     compiled = torch.compile(encoder(), backend="eager")
     with pytest.raises(InjectionError, match="wrapped in OptimizedModule already"):
         quest_core.inject(compiled, "quest")
     for given in (type(compiled), [encoder()], "model"):
         with pytest.raises(InjectionError, match=r"is not a torch\.nn\.Module; give the model itself"):
-            quest_core.inject(given, "quest")  # type: ignore[arg-type]
+            quest_core.inject(given, "quest")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +133,7 @@ def test_wrapped_models_are_refused() -> None:
         (4, 4, "standard", ""),
     ],
 )
-def test_the_report_says_where_unit_keys_change_little(width: int, heads: int, attention: str, note: str) -> None:
+def test_the_report_says_where_unit_keys_change_little(width, heads, attention, note):
     layer = nn.TransformerEncoderLayer(16, heads, 32)
     if width:
         layer.self_attn.k_norm = nn.RMSNorm(width)
@@ -146,9 +142,9 @@ def test_the_report_says_where_unit_keys_change_little(width: int, heads: int, a
     assert note or not {"norm", "features"} & set(text.split())
 
 
-def test_the_report_names_the_norm_of_keys_that_a_run_showed() -> None:
+def test_the_report_names_the_norm_of_keys_that_a_run_showed():
     class Normed(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             q = x.unflatten(-1, (4, 4)).transpose(1, 2)
             return nn.functional.scaled_dot_product_attention(q, nn.functional.rms_norm(q, (4,)), q)
 
@@ -156,7 +152,7 @@ def test_the_report_names_the_norm_of_keys_that_a_run_showed() -> None:
     assert "the host's keys have norm 2 already" in str(report)
 
 
-def test_observed_models_are_refused() -> None:
+def test_observed_models_are_refused():
     model, _ = quest_core.inject(nn.TransformerEncoderLayer(16, 4, 32), "standard")
     monitor = quest_core.Monitor(model)
     with pytest.raises(InjectionError, match=r"'self_attn.mechanism' is observed.*remove\(\)"):
@@ -165,7 +161,7 @@ def test_observed_models_are_refused() -> None:
     quest_core.inject(model, "quest")
 
 
-def snapshot(model: nn.Module) -> Any:
+def snapshot(model):
     """Everything that a model is made of, by identity; tensors by value too."""
     modules = [
         (m, type(m), dict(vars(m)), {k: dict(v) for k, v in vars(m).items() if isinstance(v, dict)})
@@ -182,28 +178,28 @@ def snapshot(model: nn.Module) -> Any:
     ], copy.deepcopy(model.state_dict())
 
 
-def assert_same(one: Any, other: Any) -> None:
+def assert_same(one, other):
     assert one[0] == other[0]
     assert one[1].keys() == other[1].keys()
     assert all(torch.equal(x, other[1][name]) for name, x in one[1].items())
 
 
 class Failing(TorchAdapter):
-    def __init__(self, at: str) -> None:
+    def __init__(self, at):
         self.at = at
 
-    def replace(self, site: quest_core.Site, config: quest_core.AttentionConfig) -> nn.Module:
+    def replace(self, site, config):
         if self.at == "replace" and "1" in site.path:
             raise RuntimeError("failed")
         return super().replace(site, config)
 
-    def connect(self, model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
+    def connect(self, model, drafts):
         if self.at == "connect":
             assert len(drafts) == 2
             assert not any(isinstance(module, MultiheadAttention) for module in model.modules())
             raise RuntimeError("failed")
 
-    def projected(self, module: nn.Module) -> list[Any]:
+    def projected(self, module):
         if self.at == "projected":
             raise RuntimeError("failed")
         return super().projected(module)
@@ -211,7 +207,7 @@ class Failing(TorchAdapter):
 
 @pytest.mark.parametrize("at", ["replace", "connect", "projected"])
 @pytest.mark.parametrize("attention", ["quest(init=5)", "qknorm-hs+gqa(kv_heads=2)"])
-def test_an_adapter_that_fails_leaves_the_model_as_it_was(at: str, attention: str) -> None:
+def test_an_adapter_that_fails_leaves_the_model_as_it_was(at, attention):
     model = encoder()
     before, state = snapshot(model), torch.get_rng_state()
     with pytest.raises(RuntimeError, match="failed"):
@@ -221,7 +217,7 @@ def test_an_adapter_that_fails_leaves_the_model_as_it_was(at: str, attention: st
     assert quest_core.inject(model, attention, fresh=True)[0] is model
 
 
-def test_an_error_leaves_the_model_as_it_was() -> None:
+def test_an_error_leaves_the_model_as_it_was():
     model = encoder()
     model.layers[1].self_attn = nn.MultiheadAttention(8, 2, batch_first=True)  # 4 heads fit kv_heads=4, 2 do not
     before = snapshot(model)
@@ -237,7 +233,7 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("attention", ["quest", "qknorm-hs", "quest(init=5)", "elliptical"])
-def test_uninject_restores_the_host(attention: str) -> None:
+def test_uninject_restores_the_host(attention):
     model = nn.Sequential(encoder(), Keeping("forward")).eval()
     kinds, hooks = [type(m) for m in model.modules()], [{**vars(m)} for m in model.modules()]
     x, modules = torch.randn(2, 5, 8), [*model.modules()]
@@ -254,7 +250,7 @@ def test_uninject_restores_the_host(attention: str) -> None:
         quest_core.uninject(model)
 
 
-def test_uninject_refuses_smaller_projections_before_anything_changes() -> None:
+def test_uninject_refuses_smaller_projections_before_anything_changes():
     model = nn.ModuleList([nn.MultiheadAttention(8, 4), nn.MultiheadAttention(8, 4, kdim=6, vdim=6)])
     quest_core.inject(model, "quest+gqa(kv_heads=2)")
     before = snapshot(model)
@@ -263,7 +259,7 @@ def test_uninject_refuses_smaller_projections_before_anything_changes() -> None:
     assert_same(snapshot(model), before)
 
 
-def test_inject_and_uninject_refuse_a_model_that_a_monitor_watches() -> None:
+def test_inject_and_uninject_refuse_a_model_that_a_monitor_watches():
     model = encoder()
     quest_core.inject(model, "quest")
     with quest_core.Monitor(model) as monitor:
@@ -275,7 +271,7 @@ def test_inject_and_uninject_refuse_a_model_that_a_monitor_watches() -> None:
     quest_core.uninject(model)
 
 
-def test_uninject_refuses_weights_that_were_parametrized_since() -> None:
+def test_uninject_refuses_weights_that_were_parametrized_since():
     model, x = encoder().eval(), torch.randn(2, 5, 8)
     quest_core.inject(model, "quest")
     nn.utils.parametrizations.weight_norm(model.layers[0].self_attn, "in_proj_weight")
@@ -287,7 +283,7 @@ def test_uninject_refuses_weights_that_were_parametrized_since() -> None:
     assert type(quest_core.uninject(model).layers[0].self_attn) is nn.MultiheadAttention
 
 
-def test_a_module_stays_the_same_object_and_so_do_its_hooks() -> None:
+def test_a_module_stays_the_same_object_and_so_do_its_hooks():
     model = encoder()
     attention, seen = model.layers[0].self_attn, []
     handle = attention.register_forward_hook(lambda *_: seen.append(1))
@@ -301,9 +297,9 @@ def test_a_module_stays_the_same_object_and_so_do_its_hooks() -> None:
     assert seen == [1]
 
 
-def test_a_host_that_cannot_honour_a_mechanism_refuses_it_by_name() -> None:
+def test_a_host_that_cannot_honour_a_mechanism_refuses_it_by_name():
     class Fixed(TorchAdapter):
-        def sites(self, model: nn.Module) -> Iterator[quest_core.Site]:
+        def sites(self, model):
             for site in super().sites(model):
                 yield replace(site, capabilities=quest_core.Capabilities(regroups=False))
 
@@ -313,9 +309,9 @@ def test_a_host_that_cannot_honour_a_mechanism_refuses_it_by_name() -> None:
     quest_core.inject(model, "quest", adapter=Fixed())
 
 
-def test_a_module_with_two_names_is_replaced_under_both() -> None:
+def test_a_module_with_two_names_is_replaced_under_both():
     class Shared(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.one = self.two = nn.MultiheadAttention(8, 2)
 
@@ -336,19 +332,19 @@ KEEPING = {
 class Keeping(nn.Module):
     """Calls its attention by what it keeps outside of the tree of modules."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way):
         super().__init__()
         torch.manual_seed(0)
         keep, self.found = KEEPING[way]
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
         self.kept = keep(self.attention)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.found(self.kept)(x, x, x, need_weights=False)[0]
 
 
 @pytest.mark.parametrize("way", KEEPING)
-def test_an_attention_that_is_called_outside_of_the_tree_is_replaced_there_too(way: str) -> None:
+def test_an_attention_that_is_called_outside_of_the_tree_is_replaced_there_too(way):
     model, _ = quest_core.inject(Keeping(way), "quest")
     x = torch.randn(2, 5, 8)
     assert torch.equal(model(x), model.attention(x, x, x, need_weights=False)[0])
@@ -360,20 +356,20 @@ def test_an_attention_that_is_called_outside_of_the_tree_is_replaced_there_too(w
 class Table(nn.Module):
     """Attention that looks its function up, and takes keys and values of another one if it has one."""
 
-    def __init__(self, *others: nn.Module) -> None:
+    def __init__(self, *others):
         super().__init__()
         self.qkv, self.others, self.table = nn.Linear(8, 24), [*others], {"dot product": self.dot_product}
 
-    def dot_product(self, q: torch.Tensor) -> torch.Tensor:
+    def dot_product(self, q):
         k, v = (self.others[0] if self.others else self).kv
         return nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.5 if self.training else 0)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         q, *self.kv = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         return self.table["dot product"](q).transpose(1, 2).flatten(2)
 
 
-def test_what_attentions_keep_of_themselves_and_of_each_other_is_replaced() -> None:
+def test_what_attentions_keep_of_themselves_and_of_each_other_is_replaced():
     torch.manual_seed(0)
     first, x = Table(), torch.randn(2, 5, 8)
     stock = nn.Sequential(first, Table(first)).eval()
@@ -386,9 +382,9 @@ def test_what_attentions_keep_of_themselves_and_of_each_other_is_replaced() -> N
     assert torch.equal(model.eval()(x), expected)
 
 
-def test_a_model_that_takes_no_attributes_can_be_injected() -> None:
+def test_a_model_that_takes_no_attributes_can_be_injected():
     class Sealed(Keeping):
-        def __setattr__(self, name: str, value: Any) -> None:
+        def __setattr__(self, name, value):
             if "kept" in vars(self):
                 raise AttributeError(name)
             super().__setattr__(name, value)
@@ -398,16 +394,16 @@ def test_a_model_that_takes_no_attributes_can_be_injected() -> None:
 
 
 @pytest.mark.parametrize("flag", ["fresh", "allow_partial"])
-def test_flags_are_no_texts(flag: str) -> None:
+def test_flags_are_no_texts(flag):
     with pytest.raises(ConfigError, match=rf"{flag} is 'false'; write True or False"):
-        quest_core.inject(encoder(), "quest", **{flag: "false"})  # type: ignore[arg-type]
+        quest_core.inject(encoder(), "quest", **{flag: "false"})
 
 
 class OddAttention(nn.Module):
     pass
 
 
-def test_a_partial_replacement_must_be_meant() -> None:
+def test_a_partial_replacement_must_be_meant():
     model = nn.Sequential(nn.MultiheadAttention(8, 2), OddAttention())
     with pytest.raises(quest_core.InjectionError, match=r"leave 1 .*'1' \(OddAttention\).*allow_partial"):
         quest_core.inject(model, "quest")
@@ -417,7 +413,7 @@ def test_a_partial_replacement_must_be_meant() -> None:
     assert "; not replaced: 1;" in str(report)
 
 
-def test_an_adapter_says_what_stays_by_design() -> None:
+def test_an_adapter_says_what_stays_by_design():
     class Declaring(TorchAdapter):
         leaves_alone = frozenset({"OddAttention"})
 
@@ -428,11 +424,10 @@ def test_an_adapter_says_what_stays_by_design() -> None:
 # --- what a host's configuration asks for -----------------------------------------------------------------------------
 
 
-def test_a_configuration_is_read_before_anything_is_built() -> None:
+def test_a_configuration_is_read_before_anything_is_built():
     assert Request.read({"heads": 4, "attention": None}, "Model") is None
     given = {"attention": "quest+gqa(kv_heads=2)", "attention_from": "standard", "allow_partial": True}
     request = Request.read(given, "Model")
-    assert request is not None
     assert (str(request.attention), str(request.attention_from)) == ("quest+gqa(kv_heads=2)", "standard")
     assert request.allow_partial
 
@@ -449,18 +444,18 @@ def test_a_configuration_is_read_before_anything_is_built() -> None:
         ({"attention": "quest+gqa", "kv_heads": 2}, "Model has no option 'kv_heads'; write attention={'name': .*2}"),
     ],
 )
-def test_a_configuration_that_means_nothing_is_refused(options: dict[str, Any], message: str) -> None:
+def test_a_configuration_that_means_nothing_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         Request.read(options, "Model", options)
 
 
-def test_notices_reach_the_hosts_own_log_until_the_plugin_is_uninstalled() -> None:
+def test_notices_reach_the_hosts_own_log_until_the_plugin_is_uninstalled():
     class Hosted(TorchAdapter):
         pass
 
-    found: list[str] = []
+    found = []
     own, heard = logging.Logger("host"), logging.Handler(logging.INFO)
-    heard.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    heard.emit = lambda record: found.append(record.getMessage())
     adapter, before, level = Hosted(), list(LOGGER.handlers), LOGGER.level
     for _ in range(2):
         adapter.forward_notices(lambda: own)
@@ -477,12 +472,12 @@ def test_notices_reach_the_hosts_own_log_until_the_plugin_is_uninstalled() -> No
 class Stages(nn.Module):
     """Layers of several numbers of heads, as in a pyramid."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.MultiheadAttention(24, heads, batch_first=True) for heads in (2, 4, 12))
 
 
-def test_a_ratio_shares_keys_alike_in_stages_of_any_number_of_heads() -> None:
+def test_a_ratio_shares_keys_alike_in_stages_of_any_number_of_heads():
     model, _ = quest_core.inject(Stages(), "quest(ratio=2)")
     assert [layer.kv_heads for layer in model.layers] == [1, 2, 6]
     x = torch.randn(2, 5, 24)
@@ -501,7 +496,7 @@ def test_a_ratio_shares_keys_alike_in_stages_of_any_number_of_heads() -> None:
         ("quest+gqa", "needs 'kv_heads' or 'ratio'"),
     ],
 )
-def test_heads_that_do_not_fit_are_an_error_that_says_which_do(attention, said) -> None:
+def test_heads_that_do_not_fit_are_an_error_that_says_which_do(attention, said):
     model = Stages()
     with pytest.raises(quest_core.ConfigError, match=said):
         quest_core.inject(model, attention)

@@ -1,7 +1,5 @@
 """quest run: any command, with the plugins installed in every Python process below it and nothing else changed."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -9,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +17,6 @@ from quest_core.hosts import launch, plugins
 from quest_core.hosts.patching import when_imported
 
 ROOT = Path(__file__).resolve().parents[1]
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 ADAPTER = """
 import toyhost
@@ -40,7 +36,7 @@ LOST = plugins.Plugin("lost", "quest-lost", "1.0", ("no_such_host",), "quest_los
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path):
     """run(*arguments) is `quest run ...` in a folder with the framework toyhost and an installed plugin for it."""
     site, work = tmp_path / "site", tmp_path / "work"
     work.mkdir()
@@ -49,7 +45,7 @@ def run(tmp_path: Path) -> Run:
     toy = plugins.Plugin("toy", "quest-toy", "1.2", ("toyhost",), "quest_toy.adapter:HostAdapter")
     base = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(site)]), "PYTHONDONTWRITEBYTECODE": "1"}
 
-    def start(*arguments: str, by_command: bool = False) -> subprocess.CompletedProcess[str]:
+    def start(*arguments, by_command=False):
         options, words = cli.run.split(arguments)
         command, env = launch.complete(words), launch.environment([toy], "--host" in options, base)
         if by_command:
@@ -60,7 +56,7 @@ def run(tmp_path: Path) -> Run:
     return start
 
 
-def script(tmp_path: Path, text: str, name: str = "work/train.py") -> None:
+def script(tmp_path, text, name="work/train.py"):
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(textwrap.dedent(text))
@@ -73,7 +69,7 @@ REPORT = """
 """
 
 
-def test_a_script_runs_as_it_would_alone_with_the_plugin_installed(run: Run, tmp_path: Path) -> None:
+def test_a_script_runs_as_it_would_alone_with_the_plugin_installed(run, tmp_path):
     script(tmp_path, REPORT, "work/jobs/train.py")
     done = run("--host", "toy", "--", "python", "-u", "jobs/train.py", "--help", "--epochs", "3")
     assert (done.returncode, done.stderr) == (0, "")
@@ -87,13 +83,13 @@ def test_a_script_runs_as_it_would_alone_with_the_plugin_installed(run: Run, tmp
 
 
 @pytest.mark.slow
-def test_a_module_runs_too(run: Run, tmp_path: Path) -> None:
+def test_a_module_runs_too(run, tmp_path):
     script(tmp_path, "import sys, toyhost; print(sys.argv[1:], toyhost.accepts)", "work/pkg/__main__.py")
     assert run("-m", "pkg", "one").stdout == "['one'] ['attention']\n"
 
 
 @pytest.mark.slow
-def test_child_processes_are_served_whoever_starts_them(run: Run, tmp_path: Path) -> None:
+def test_child_processes_are_served_whoever_starts_them(run, tmp_path):
     script(
         tmp_path,
         """
@@ -117,18 +113,18 @@ def test_child_processes_are_served_whoever_starts_them(run: Run, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_the_exit_status_is_the_commands(run: Run, tmp_path: Path) -> None:
+def test_the_exit_status_is_the_commands(run, tmp_path):
     script(tmp_path, "import toyhost; print(toyhost.accepts); raise SystemExit(7)")
     done = run("train.py", by_command=True)
     assert (done.returncode, done.stdout) == (7, "['attention']\n")
 
 
-def test_nothing_is_imported_before_the_script_asks(run: Run, tmp_path: Path) -> None:
+def test_nothing_is_imported_before_the_script_asks(run, tmp_path):
     script(tmp_path, "import sys; print({'torch', 'quest_core', 'quest_toy', 'toyhost'} & set(sys.modules))")
     assert run("train.py").stdout == "set()\n"
 
 
-def test_a_sitecustomize_of_the_users_runs_too(run: Run, tmp_path: Path) -> None:
+def test_a_sitecustomize_of_the_users_runs_too(run, tmp_path):
     script(tmp_path, "print('hello')", "site/sitecustomize.py")
     script(tmp_path, "import sys; print(any('launched' in entry for entry in sys.path))")
     assert run("train.py").stdout.endswith("hello\nFalse\n")
@@ -136,9 +132,7 @@ def test_a_sitecustomize_of_the_users_runs_too(run: Run, tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("required", [False, True])
-def test_a_broken_plugin_says_one_line_and_stops_only_a_command_that_requires_it(
-    run: Run, tmp_path: Path, required: bool
-) -> None:
+def test_a_broken_plugin_says_one_line_and_stops_only_a_command_that_requires_it(run, tmp_path, required):
     script(tmp_path, ADAPTER.replace('toyhost.accepts.append("attention")', "1 / 0"), "site/quest_toy/adapter.py")
     script(tmp_path, "import toyhost; print(toyhost.accepts)")
     done = run("--host", "toy", "train.py") if required else run("train.py")
@@ -157,9 +151,7 @@ def test_a_broken_plugin_says_one_line_and_stops_only_a_command_that_requires_it
         ("--host=a sh train.sh", ["--host=a"], [shutil.which("sh"), "train.sh"]),
     ],
 )
-def test_the_command_begins_where_our_options_end(
-    argv: str, hosts: list[str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_begins_where_our_options_end(argv, hosts, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     options, command = cli.run.split(argv.split())
@@ -177,18 +169,14 @@ def test_the_command_begins_where_our_options_end(
         ("--host lost x.py", "plugin quest-lost 1.0 cannot be used: no_such_host is not installed; fix: pip install"),
     ],
 )
-def test_mistakes_are_named_before_anything_starts(
-    arguments: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_named_before_anything_starts(arguments, said, monkeypatch, capsys):
     for module in (launch, plugins):
         monkeypatch.setattr(module, "plugins", lambda: [TOY, LOST])
     assert cli.main(["run", *arguments.split()]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_a_plugin_without_its_host_is_left_out_with_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plugin_without_its_host_is_left_out_with_a_line(monkeypatch, capsys):
     monkeypatch.setattr(launch, "plugins", lambda: [TOY, LOST])
     assert launch.wanted(None) == [TOY]
     said = "quest run: plugin quest-lost 1.0 is left out: no_such_host is not installed; fix: pip install"
@@ -201,20 +189,20 @@ def test_a_plugin_without_its_host_is_left_out_with_a_line(
     assert "none is installed; fix: pip install 'quest-<host>[host]'" in capsys.readouterr().err
 
 
-def test_another_python_without_quest_says_so(run: Run, tmp_path: Path) -> None:
+def test_another_python_without_quest_says_so(run, tmp_path):
     script(tmp_path, "import sys; sys.modules['quest_core'] = None\nimport toyhost")
     done = run("--host", "toy", "train.py")
     assert done.returncode == 1
     assert f"the plugin 'toy' cannot be installed in {sys.executable}: ModuleNotFoundError" in done.stderr
 
 
-def test_every_module_of_a_host_is_waited_for() -> None:
+def test_every_module_of_a_host_is_waited_for():
     both = plugins.Plugin("p", "quest-p", "1.0", ("from_the_index", "lying_here"), "quest_p.adapter:Adapter")
     assert launch.environment([both], False, {})[launch.PAIRS] == "p=from_the_index,p=lying_here"
     assert launch.environment([TOY], True, {})[launch.PAIRS] == "toy=json!"
 
 
-def test_environments_do_not_pile_up() -> None:
+def test_environments_do_not_pile_up():
     once = launch.environment([], False, {"PYTHONPATH": "/somewhere"})
     assert launch.environment([], False, once) == once
     assert once["PYTHONPATH"].split(os.pathsep)[1:] == ["/somewhere"]
@@ -223,17 +211,15 @@ def test_environments_do_not_pile_up() -> None:
 # --- when_imported --------------------------------------------------------------------------------------------------
 
 
-def test_when_imported_waits_for_a_module_and_leaves_it_its_loader(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_when_imported_waits_for_a_module_and_leaves_it_its_loader(tmp_path, monkeypatch):
     (tmp_path / "late_bird.py").write_text("song = 'tweet'\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "late_bird", raising=False)
-    heard: list[str] = []
+    heard = []
     when_imported("late_bird", lambda: heard.append(sys.modules["late_bird"].song))
     when_imported("late_bird", lambda: heard.append("again"))
     assert heard == []
-    import late_bird  # type: ignore[import-not-found]
+    import late_bird
 
     assert heard == ["tweet", "again"]
     assert type(late_bird.__spec__.loader).__name__ == "SourceFileLoader"
@@ -242,14 +228,12 @@ def test_when_imported_waits_for_a_module_and_leaves_it_its_loader(
     assert heard[-1] == "at once"
 
 
-def test_an_action_that_fails_fails_the_import_and_is_due_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_action_that_fails_fails_the_import_and_is_due_again(tmp_path, monkeypatch):
     (tmp_path / "shy_bird.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    tried: list[int] = []
+    tried = []
 
-    def act() -> None:
+    def act():
         tried.append(1)
         if len(tried) == 1:
             raise RuntimeError("not yet")
@@ -263,7 +247,7 @@ def test_an_action_that_fails_fails_the_import_and_is_due_again(
     monkeypatch.delitem(sys.modules, "shy_bird")
 
 
-def test_when_imported_waits_for_what_does_not_exist() -> None:
+def test_when_imported_waits_for_what_does_not_exist():
     when_imported("no_such_module_at_all", lambda: pytest.fail("it exists"))
     with pytest.raises(ImportError):
-        import no_such_module_at_all  # type: ignore[import-not-found]  # noqa: F401
+        import no_such_module_at_all  # noqa: F401

@@ -1,15 +1,11 @@
 """Linear and cosine attention against float64 references that form every weight."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
 from allocations import Largest
 from test_normalizers import tensors
-from torch import Tensor
 
 import quest_core
 from quest_core.mechanisms import linear
@@ -20,7 +16,7 @@ LONG = 5 * linear.CHUNK + 37
 """Several chunks, none of them full."""
 
 
-def build(name: str, heads: int, dim: int, seed: int = 0) -> quest_core.Mechanism:
+def build(name, heads, dim, seed=0):
     """A mechanism whose learnable tensors are random, so that a test sees each of them."""
     made = quest_core.Mechanism(name, num_heads=heads, head_dim=dim).double()
     noise = torch.Generator().manual_seed(seed)
@@ -30,12 +26,12 @@ def build(name: str, heads: int, dim: int, seed: int = 0) -> quest_core.Mechanis
     return made
 
 
-def truth(made: quest_core.Mechanism, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+def truth(made, q, k, v, **options):
     key_mask = options.pop("key_mask", None)  # [B, M]
     return exact(made, q, k, v, attn_mask=None if key_mask is None else key_mask[:, None, None], **options)[0]
 
 
-def test_an_additive_mask_multiplies_the_weights() -> None:
+def test_an_additive_mask_multiplies_the_weights():
     q, k, v = tensors(2, 2, 2, 70, 70, 4)
     bias = (3 * torch.randn(2, 70, dtype=torch.float64)).masked_fill(torch.rand(2, 70) < 0.3, -math.inf)
     for name, is_causal in ((name, c) for name in NAMES for c in (False, True)):
@@ -55,7 +51,7 @@ def test_an_additive_mask_multiplies_the_weights() -> None:
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_long_causal_sequences_equal_the_reference(name: str, masked: bool) -> None:
+def test_long_causal_sequences_equal_the_reference(name, masked):
     q, k, v = inputs = [x.requires_grad_() for x in tensors(2, 1, 1, LONG - 5, LONG, 3)]
     seen = torch.rand(2, LONG) > 0.3 if masked else None
     made = build(name, 1, 3)
@@ -67,7 +63,7 @@ def test_long_causal_sequences_equal_the_reference(name: str, masked: bool) -> N
     torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-9)
 
 
-def test_features_far_below_zero_do_not_cancel() -> None:
+def test_features_far_below_zero_do_not_cancel():
     """elu(-30) + 1 is 0 in float32, exp(-30) is not: a query of such features still has its weights."""
     q, k, v = (
         (x - shift).float().requires_grad_() for x, shift in zip(tensors(1, 1, 1, 3, 4, 2), (30, 30, 0), strict=True)
@@ -80,7 +76,7 @@ def test_features_far_below_zero_do_not_cancel() -> None:
 
 
 @pytest.mark.parametrize("bias", [-50.0, -90.0, -100.0])
-def test_padding_hidden_by_a_moderate_bias_poisons_no_gradient(bias: float) -> None:
+def test_padding_hidden_by_a_moderate_bias_poisons_no_gradient(bias):
     """The first rows see only keys of weight exp(bias), whose reciprocal or its derivative float32 cannot hold."""
     inputs = [x.float().requires_grad_() for x in tensors(1, 1, 1, 6, 6, 2)]
     mask = torch.zeros(1, 1, 1, 6).index_fill(3, torch.tensor([0, 1]), bias)
@@ -89,14 +85,14 @@ def test_padding_hidden_by_a_moderate_bias_poisons_no_gradient(bias: float) -> N
     assert all(g.isfinite().all() for g in torch.autograd.grad(out[:, :, 2:].sum(), inputs))
 
 
-def test_sums_in_float16_do_not_overflow() -> None:
+def test_sums_in_float16_do_not_overflow():
     q, k, v = (x.half() for x in tensors(1, 1, 1, 500, 500, 8))
     out = quest_core.attention(q + 20, k + 20, v, "linear", is_causal=True)
     want = truth(quest_core.Mechanism("linear"), q + 20, k + 20, v, is_causal=True)
     torch.testing.assert_close(out.double(), want, rtol=2e-3, atol=2e-3)
 
 
-def test_the_starting_value_is_that_of_the_specification() -> None:
+def test_the_starting_value_is_that_of_the_specification():
     made = quest_core.Mechanism("cosine", num_heads=3, head_dim=4)
     assert made.family.stabiliser.flatten().tolist() == [0.5, 0.5, 0.5]
     q = k = torch.tensor([2.0, 0, 0, 0]).expand(1, 3, 9, 4)
@@ -105,7 +101,7 @@ def test_the_starting_value_is_that_of_the_specification() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_autocast_gives_the_lower_type_and_sums_in_float32(name: str) -> None:
+def test_autocast_gives_the_lower_type_and_sums_in_float32(name):
     q, k, v = (x.float() for x in tensors(2, 2, 2, 100, 100, 16))
     made = build(name, 2, 16).float()
     with torch.autocast("cpu", torch.bfloat16):
@@ -121,7 +117,7 @@ def test_autocast_gives_the_lower_type_and_sums_in_float32(name: str) -> None:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_memory_is_linear_in_the_tokens(name: str, is_causal: bool) -> None:
+def test_memory_is_linear_in_the_tokens(name, is_causal):
     """No tensor is larger than a few times the inputs, and all that is ever made together doubles with the tokens."""
     dim = 16
     made = build(name, 2, dim).float()

@@ -1,17 +1,12 @@
 """Every name of the specification, and every combination of the three axes: it builds, equals its reference, trains."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Mapping
-from typing import Any
 
 import pytest
 import torch
 
 import quest_core
 from quest_core.errors import ConfigError, InputError
-from quest_core.mechanisms import Option
 from quest_core.registry import mechanisms
 from quest_core.testing.truth import truth
 
@@ -27,13 +22,13 @@ PARTS = list(mechanisms().values())
 COMBINATIONS = list(itertools.product(*(SPECIFIED[axis] for axis in ("score", "normalizer", "grouping"))))
 
 
-def test_all_that_is_specified_exists_and_nothing_else() -> None:
+def test_all_that_is_specified_exists_and_nothing_else():
     assert {axis: sorted(p.name for p in PARTS if p.axis == axis) for axis in SPECIFIED} == {
         axis: sorted(names) for axis, names in SPECIFIED.items()
     }
 
 
-def test_every_part_says_what_it_is() -> None:
+def test_every_part_says_what_it_is():
     for part in PARTS:
         assert part.formula()
         assert part.source
@@ -43,7 +38,7 @@ def test_every_part_says_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids="+".join)
-def test_every_combination_equals_its_reference_and_trains(combination: tuple[str, str, str]) -> None:
+def test_every_combination_equals_its_reference_and_trains(combination):
     grouping = combination[2]
     kv = {"mha": 4, "mqa": 1}.get(grouping, 2)
     options = {} if grouping in ("mha", "mqa") else {"kv_heads": kv}
@@ -68,12 +63,12 @@ def test_every_combination_equals_its_reference_and_trains(combination: tuple[st
     assert quest_core.AttentionConfig.parse(str(config)) == config
 
 
-def trace(spec: Mapping[str, Any]) -> list[object]:
+def trace(spec):
     """All that an option may change: the start of projections, parameters, results of training and of evaluation."""
     torch.manual_seed(0)
     made = quest_core.Mechanism(spec, num_heads=4, head_dim=8)
     quest_core.chain(made)
-    found: list[object] = [made.config.initial_norms, {key: x.tolist() for key, x in made.state_dict().items()}]
+    found = [made.config.initial_norms, {key: x.tolist() for key, x in made.state_dict().items()}]
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.copy_(torch.randn_like(parameter) * 3)
@@ -86,7 +81,7 @@ def trace(spec: Mapping[str, Any]) -> list[object]:
     return found
 
 
-def other(option: Option) -> Any:
+def other(option):
     """A value that an option does not have by default."""
     if option.kind is bool:
         return not option.default
@@ -102,9 +97,9 @@ FAMILIES = [(name,) for name in SPECIFIED["family"]]
 
 @pytest.mark.parametrize("names", [*COMBINATIONS, *FAMILIES], ids="+".join)
 @pytest.mark.drawn(50)
-def test_every_option_does_what_it_is_written_for(names: tuple[str, ...]) -> None:
+def test_every_option_does_what_it_is_written_for(names):
     options = {option.name: option for part in PARTS if part.name in names for option in part.options}
-    spec: dict[str, Any] = {"name": "+".join(names)}
+    spec = {"name": "+".join(names)}
     if "kv_heads" in options:
         spec["kv_heads"] = 2
     if "window" in options:

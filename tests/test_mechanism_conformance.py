@@ -1,10 +1,7 @@
 """check_mechanism: every mechanism of quest_core passes it, and mechanisms that are wrong fail it by name."""
 
-from __future__ import annotations
-
 import contextlib
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,14 +12,14 @@ import quest_core
 from devtools.versions import PREFIX, has_half
 from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Capabilities, refusal
-from quest_core.mechanisms import Cache, Dims, Family, Normalizer, Option, Score, local, visible
+from quest_core.mechanisms import Cache, Family, Normalizer, Option, Score, local, visible
 from quest_core.registry import Component, mechanisms, register, temporary
 from quest_core.testing import CHECKS, MechanismError, check_mechanism
 
 
 @pytest.mark.parametrize("name", list(mechanisms()))
 @pytest.mark.drawn(18)
-def test_every_mechanism_of_quest_core_passes(name: str) -> None:
+def test_every_mechanism_of_quest_core_passes(name):
     """tests/grid compiles and exports them."""
     check_mechanism(mechanisms()[name], checks=[check for check in CHECKS if check != "compiles"])
 
@@ -38,7 +35,7 @@ def test_every_mechanism_of_quest_core_passes(name: str) -> None:
     ],
     ids=str,
 )
-def test_combinations_pass(attention: Any) -> None:
+def test_combinations_pass(attention):
     check_mechanism(attention)
 
 
@@ -48,51 +45,51 @@ def test_combinations_pass(attention: Any) -> None:
 class Deviation(Score):
     """Divides by a statistic over all tokens, those of the future too."""
 
-    def key(self, k: Tensor) -> Tensor:
+    def key(self, k):
         return k / (k.std(2, keepdim=True, correction=0) + 0.1)
 
 
 class AcrossHeads(Score):
-    def key(self, k: Tensor) -> Tensor:
+    def key(self, k):
         return k - k.mean(1, keepdim=True)
 
 
 class Forgetful(Score):
     """Keeps what it learns outside of its parameters."""
 
-    def __init__(self, dims: Dims | None) -> None:
+    def __init__(self, dims):
         super().__init__(dims)
         self.factor = torch.rand(())
 
-    def query(self, q: Tensor) -> Tensor:
+    def query(self, q):
         return q * self.factor.to(q.dtype)
 
 
 class Counting(Score):
-    def __init__(self, dims: Dims | None) -> None:
+    def __init__(self, dims):
         super().__init__(dims)
         self.register_buffer("calls", torch.zeros(()))
 
-    def query(self, q: Tensor) -> Tensor:
+    def query(self, q):
         self.calls += 1
         return q
 
 
 class Untrained(Score):
-    def __init__(self, dims: Dims) -> None:
+    def __init__(self, dims):
         super().__init__(dims)
         self.factor = nn.Parameter(torch.ones(()))
 
-    def query(self, q: Tensor) -> Tensor:
+    def query(self, q):
         return q * self.factor.detach().to(q.dtype)
 
 
 class Hoarder(Score):
-    def __init__(self, dims: Dims | None) -> None:
+    def __init__(self, dims):
         super().__init__(dims)
-        self.seen: list[Tensor] = []
+        self.seen = []
 
-    def key(self, k: Tensor) -> Tensor:
+    def key(self, k):
         self.seen.append(k.detach())
         return k
 
@@ -100,11 +97,11 @@ class Hoarder(Score):
 class Previous(Score):
     """Depends on the call before."""
 
-    def __init__(self, dims: Dims | None) -> None:
+    def __init__(self, dims):
         super().__init__(dims)
         self.last = 1.0
 
-    def key(self, k: Tensor) -> Tensor:
+    def key(self, k):
         factor, self.last = self.last, k.detach().abs().mean().item()
         return k * factor
 
@@ -112,31 +109,31 @@ class Previous(Score):
 class Reseeds(Score):
     """Random features, the same in every process."""
 
-    def __init__(self, dims: Dims | None) -> None:
+    def __init__(self, dims):
         super().__init__(dims)
         torch.manual_seed(0)
         self.register_buffer("features", torch.randn(8, 8))
 
-    def key(self, k: Tensor) -> Tensor:
+    def key(self, k):
         return k @ self.features.to(k)
 
 
 class QueryHeads(Score):
     """A factor for each query head, which also fits one shared key head and turns it into many."""
 
-    def __init__(self, dims: Dims) -> None:
+    def __init__(self, dims):
         super().__init__(dims)
         self.factor = nn.Parameter(torch.rand(dims.num_heads, 1, 1) + 1)
 
-    def key(self, k: Tensor) -> Tensor:
+    def key(self, k):
         return k * local(self.factor).to(k.dtype)
 
 
 class NeedsDims(Score):
-    def query(self, q: Tensor) -> Tensor:
+    def query(self, q):
         return q * self.heads
 
-    def __init__(self, dims: Dims | None) -> None:
+    def __init__(self, dims):
         super().__init__(dims)
         self.heads = 1 if dims is None else dims.num_heads
 
@@ -147,7 +144,7 @@ class Soft(Normalizer):
     causal = cross = cached = dropout = True
     reads = ("tokens",)
 
-    def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
+    def weights(self, logits, mask):
         if mask is not None:
             logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
         seen = logits > -torch.inf
@@ -155,12 +152,12 @@ class Soft(Normalizer):
 
 
 class WithoutBias(Soft):
-    def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
+    def weights(self, logits, mask):
         return super().weights(logits, None if mask is None else mask > -torch.inf)
 
 
 class BlindToBias(Soft):
-    def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
+    def weights(self, logits, mask):
         additive = mask is not None and mask.dtype != torch.bool
         return (logits + mask).softmax(-1) if additive else super().weights(logits, mask)
 
@@ -168,7 +165,7 @@ class BlindToBias(Soft):
 class FirstRows(Soft):
     """Aligns the first query with the first key, instead of the last ones."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Any, is_causal: bool, **options: Any) -> Tensor:
+    def forward(self, q, k, v, *, mask, is_causal, **options):
         if is_causal:
             seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
             mask = seen if mask is None else (mask & seen if mask.dtype == torch.bool else mask.where(seen, -torch.inf))
@@ -178,21 +175,19 @@ class FirstRows(Soft):
 class Squares(Normalizer):
     """Forgets to hide, and to give zeros to a query that sees no key."""
 
-    def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
+    def weights(self, logits, mask):
         return logits.square() / logits.square().sum(-1, keepdim=True)
 
 
 class Mean(Family):
     """The mean of the visible values, whatever the query; ignores is_causal."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool, cache: Cache | None = None
-    ) -> Tensor:
+    def forward(self, q, k, v, *, key_mask, is_causal, cache=None):
         seen = torch.ones_like(v[:, :1, :, :1]) if key_mask is None else self._seen(key_mask, v)
         return (v * seen).sum(2, keepdim=True) / seen.sum(2, keepdim=True).clamp(min=1) + 0 * (q + k.mean())
 
     @staticmethod
-    def _seen(key_mask: Tensor, v: Tensor) -> Tensor:
+    def _seen(key_mask, v):
         seen = key_mask if key_mask.dtype == torch.bool else key_mask > -torch.inf
         return seen[:, None, :, None].to(v.dtype)
 
@@ -200,32 +195,30 @@ class Mean(Family):
 class Sums(Family):
     """Linear attention that keeps its sums where `keep` says."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool, cache: Cache | None = None
-    ) -> Tensor:
+    def forward(self, q, k, v, *, key_mask, is_causal, cache=None):
         return self.average(q, k, v, key_mask, Cache() if cache is None else cache)
 
-    def average(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, cache: Cache) -> Tensor:
+    def average(self, q, k, v, key_mask, cache):
         seen = 1 if key_mask is None else key_mask[:, None, :, None].to(k.dtype)
         new = ((k.exp() * seen).unsqueeze(-1) * nn.functional.pad(v, (0, 1), value=1.0).unsqueeze(-2)).cumsum(2)
         both = (q.exp().unsqueeze(-2) @ self.keep(new, cache)).squeeze(-2)
         return both[..., :-1] / both[..., -1:]
 
-    def keep(self, new: Tensor, cache: Cache) -> Tensor:
+    def keep(self, new, cache):
         raise NotImplementedError
 
 
 class OnTheModule(Sums):
     sums: Tensor
 
-    def keep(self, new: Tensor, cache: Cache) -> Tensor:
+    def keep(self, new, cache):
         new = new + self.sums if cache.tokens else new
         self.sums = new[:, :, -1:]
         return new
 
 
 class HeadsFirst(Sums):
-    def keep(self, new: Tensor, cache: Cache) -> Tensor:
+    def keep(self, new, cache):
         new = new + cache["sums"].transpose(0, 1) if "sums" in cache else new
         cache["sums"] = new[:, :, -1:].transpose(0, 1)
         return new
@@ -234,9 +227,7 @@ class HeadsFirst(Sums):
 class SomeQuery(Score):
     """Right under is_causal; under a mask it looks at every key that some query sees."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Any, is_causal: bool, **_: Any
-    ) -> tuple[Tensor, Tensor, float]:
+    def forward(self, q, k, v, *, mask, is_causal, **_):
         n, m = q.shape[2], k.shape[2]
         seen = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n if is_causal else m)
         if mask is not None:
@@ -244,20 +235,20 @@ class SomeQuery(Score):
         return q + seen.to(k.dtype) @ k / seen.sum(-1, keepdim=True).clamp(min=1), k, 1.0
 
 
-def toy(base: type[Component], **declared: Any) -> type[Component]:
+def toy(base, **declared):
     made = type("Toy", (base,), {"__module__": __name__, **declared})
     globals()["Toy"] = made  # where pickle looks for it
     return made
 
 
 @contextlib.contextmanager
-def known(cls: type[Component], **arguments: Any) -> Iterator[type[Component]]:
+def known(cls, **arguments):
     """Register a class as 'toy' inside the block."""
     with temporary():
         yield register("toy", source="a test", **arguments)(cls)
 
 
-def forgets_the_last_block(self: Score, k: Tensor) -> Tensor:
+def forgets_the_last_block(self, k):
     whole = k.shape[2] // 64 * 64
     return k if not whole else torch.cat([2 * k[:, :, :whole], k[:, :, whole:]], dim=2)
 
@@ -279,10 +270,7 @@ WRONG: dict[str, tuple[type[Component], set[str]]] = {
         toy(SomeQuery, **{**LINEAR, "cached": False}),
         {"no_query_sees_the_future", "hidden_keys_do_not_matter"},
     ),
-    "keys that some query sees, not causal": (
-        toy(SomeQuery, reads=("tokens",)),
-        {"hidden_keys_do_not_matter"},
-    ),
+    "keys that some query sees, not causal": (toy(SomeQuery, reads=("tokens",)), {"hidden_keys_do_not_matter"}),
     "statistics over queries": (
         toy(Score, query=lambda self, q: q / q.abs().amax(2, keepdim=True), **POINTWISE),
         {"no_query_sees_the_future", "others_do_not_matter", "tokens_are_prepared_one_by_one"},
@@ -302,10 +290,7 @@ WRONG: dict[str, tuple[type[Component], set[str]]] = {
     "parameters": (toy(Untrained, **POINTWISE), {"declarations", "gradients"}),
     "keys of another norm": (toy(Score, unit_keys=True, **POINTWISE), {"declarations"}),
     "reference": (toy(Score, reference=lambda self, q, k, v, head, seen: 2 * q @ k.mT, **POINTWISE), {"reference"}),
-    "masks": (
-        toy(Squares, **NORMALISER),
-        {"masks", "blind_rows", "weights", "tokens_are_prepared_one_by_one"},
-    ),
+    "masks": (toy(Squares, **NORMALISER), {"masks", "blind_rows", "weights", "tokens_are_prepared_one_by_one"}),
     "softmax": (toy(Squares, fused=True, **NORMALISER), {"weights"}),
     "in place, in inference": (
         toy(Score, key=lambda self, k: k * 2 if torch.is_grad_enabled() else k.mul_(2), **POINTWISE),
@@ -344,10 +329,7 @@ WRONG: dict[str, tuple[type[Component], set[str]]] = {
     ),
     "finite biases": (toy(WithoutBias, **WEIGHTED), {"masks"}),
     "blind rows of a bias": (toy(BlindToBias, **WEIGHTED), {"blind_rows"}),
-    "the first diagonal": (
-        toy(FirstRows, **WEIGHTED),
-        {"decoding_equals_the_forward_pass"},
-    ),
+    "the first diagonal": (toy(FirstRows, **WEIGHTED), {"decoding_equals_the_forward_pass"}),
     "sums on the module": (toy(OnTheModule, **LINEAR), {"caches_are_independent"}),
     "heads first in the cache": (toy(HeadsFirst, **LINEAR), {"caches_are_independent"}),
     "a family": (
@@ -361,7 +343,7 @@ WRONG: dict[str, tuple[type[Component], set[str]]] = {
 
 
 @pytest.mark.parametrize("name", list(WRONG))
-def test_a_wrong_mechanism_fails_by_name(name: str) -> None:
+def test_a_wrong_mechanism_fails_by_name(name):
     if name == "norms in float16" and not has_half():
         pytest.skip(f"{PREFIX}has no float16 products on a CPU")
     wrong, checks = WRONG[name]
@@ -371,12 +353,12 @@ def test_a_wrong_mechanism_fails_by_name(name: str) -> None:
     assert all(len(outcome.message) > 20 for outcome in outcomes)
 
 
-def test_a_normalizer_that_is_right_passes() -> None:
+def test_a_normalizer_that_is_right_passes():
     with known(Soft) as mechanism:
         check_mechanism(mechanism)
 
 
-def test_failures_say_what_where_and_how_to_declare_it() -> None:
+def test_failures_say_what_where_and_how_to_declare_it():
     checks = ("shapes", "others_do_not_matter")
     with (
         known(toy(AcrossHeads, **POINTWISE)) as mechanism,
@@ -393,7 +375,7 @@ def test_failures_say_what_where_and_how_to_declare_it() -> None:
         check_mechanism("quest", checks=["shape"])
 
 
-def test_what_is_not_declared_is_refused_by_name() -> None:
+def test_what_is_not_declared_is_refused_by_name():
     q = torch.randn(1, 4, 5, 8)
     with known(toy(Deviation)):
         assert quest_core.attention(q, q, q, "toy").isfinite().all()
@@ -410,7 +392,7 @@ def test_what_is_not_declared_is_refused_by_name() -> None:
         assert why == "'toy' is not possible here: it needs ordered tokens"
 
 
-def test_the_random_state_is_left_as_it_was() -> None:
+def test_the_random_state_is_left_as_it_was():
     state = torch.get_rng_state()
     check_mechanism("standard")
     assert torch.equal(torch.get_rng_state(), state)
@@ -436,9 +418,7 @@ class Elsewhere(Score): ...
         ("Else.Where", Score, {}, (), "Toy: name 'Else.Where' is taken by 'else-where' of .*Elsewhere"),
     ],
 )
-def test_classes_that_cannot_be_registered(
-    name: str, base: type[Component], declared: dict[str, Any], options: tuple[Option, ...], message: str
-) -> None:
+def test_classes_that_cannot_be_registered(name, base, declared, options, message):
     with temporary():
         register("else-where", source="")(type("Elsewhere", (Elsewhere,), {}))
         before = dict(mechanisms())
@@ -447,7 +427,7 @@ def test_classes_that_cannot_be_registered(
         assert mechanisms() == before
 
 
-def test_queries_that_do_not_meet_keys_are_refused_where_positions_are_rotated() -> None:
+def test_queries_that_do_not_meet_keys_are_refused_where_positions_are_rotated():
     for compares in (False, True):
         with known(toy(Mean, compares=compares, **LINEAR)):
             why = refusal(quest_core.AttentionConfig.parse("toy"), Capabilities(rotary=True))

@@ -1,17 +1,14 @@
 """Scores and the function `attention`: what tests/grid and check_mechanism do not ask."""
 
-from __future__ import annotations
-
 import io
 import math
 import warnings
 from types import MappingProxyType
-from typing import Any
 
 import pytest
 import torch
 from test_normalizers import tensors
-from torch import Tensor, nn
+from torch import nn
 
 import quest_core
 from quest_core.errors import UnsupportedError
@@ -22,7 +19,7 @@ SCORES = [name for name, part in mechanisms().items() if part.axis == "score" an
 FREE = [name for name in SCORES if not mechanisms()[name].learnable]
 
 
-def test_quest_ignores_how_loud_a_key_is() -> None:
+def test_quest_ignores_how_loud_a_key_is():
     """The property that QUEST is made for: a key's norm cannot draw attention, a query's norm sharpens its own."""
     q, k, v = tensors(1, 2, 2, 5, 7, 4)
     loud = k.clone()
@@ -32,7 +29,7 @@ def test_quest_ignores_how_loud_a_key_is() -> None:
 
 
 @pytest.mark.parametrize("score", FREE)
-def test_scale_option_replaces_the_own_factor(score: str) -> None:
+def test_scale_option_replaces_the_own_factor(score):
     q, k, v = tensors(2, 2, 2, 4, 4, 8)
     got = quest_core.attention(q, k, v, {"name": score, "scale": 0.7})
     plain = exact(quest_core.Mechanism(score), q, k, v)[2] / quest_core.Mechanism(score).score.scale(8)
@@ -40,7 +37,7 @@ def test_scale_option_replaces_the_own_factor(score: str) -> None:
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-def test_starting_values_are_those_of_the_specification() -> None:
+def test_starting_values_are_those_of_the_specification():
     hs = quest_core.Mechanism("qknorm-hs", num_heads=3, head_dim=16).score
     ds = quest_core.Mechanism("qknorm-ds", num_heads=3, head_dim=16).score
     full = quest_core.Mechanism("qknorm+gqa(kv_heads=1)", num_heads=3, head_dim=16).score
@@ -57,7 +54,7 @@ def test_starting_values_are_those_of_the_specification() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cap", [1.0, 3.0, 10.0, 100.0])
-def test_a_head_scale_at_its_cap_has_a_gradient_and_one_above_has_none(cap: float, dtype: torch.dtype) -> None:
+def test_a_head_scale_at_its_cap_has_a_gradient_and_one_above_has_none(cap, dtype):
     made = quest_core.Mechanism(f"qknorm-hs(init={cap}, cap={cap})", num_heads=1, head_dim=2).to(dtype)
     unit_vector = torch.tensor([[[[1.0, 0.0]]]], dtype=dtype)
     for above, slope in ((0.0, cap), (0.5, 0.0)):
@@ -72,11 +69,11 @@ def test_a_head_scale_at_its_cap_has_a_gradient_and_one_above_has_none(cap: floa
 class _Calls(torch.nn.Module):
     """A model that calls the function, as users write it."""
 
-    def __init__(self, spec: quest_core.AttentionSpec) -> None:
+    def __init__(self, spec):
         super().__init__()
         self.spec = spec
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q, k, v):
         return quest_core.attention(q, k, v, self.spec) + quest_core.attention(q, k, v, "qnorm")
 
 
@@ -90,7 +87,7 @@ CALLS: dict[str, tuple[quest_core.AttentionSpec, quest_core.AttentionSpec]] = {
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.drawn(1)
-def test_the_function_compiles_without_a_graph_break_and_exports(call: str) -> None:
+def test_the_function_compiles_without_a_graph_break_and_exports(call):
     q, k, v = (x.float().requires_grad_() for x in tensors(2, 4, 4, 6, 6, 8))
     first, second = CALLS[call]
     model = _Calls(first)
@@ -105,7 +102,7 @@ def test_the_function_compiles_without_a_graph_break_and_exports(call: str) -> N
     torch.testing.assert_close(compiled(q, k, v), model(q, k, v))
 
 
-def test_a_mapping_that_changes_is_compiled_anew() -> None:
+def test_a_mapping_that_changes_is_compiled_anew():
     q, k, v = (x.float() for x in tensors(2, 4, 4, 6, 6, 8))
     options = {"name": "quest", "scale": 0.5}
     torch._dynamo.reset()
@@ -115,7 +112,7 @@ def test_a_mapping_that_changes_is_compiled_anew() -> None:
         torch.testing.assert_close(compiled(), quest_core.attention(q, k, v, {"name": name, "scale": 0.5}))
 
 
-def test_compiling_a_wrong_name_says_what_is_wrong() -> None:
+def test_compiling_a_wrong_name_says_what_is_wrong():
     q, k, v = (x.float() for x in tensors(2, 4, 4, 6, 6, 8))
     for name, message in (("qest", "did you mean 'quest'"), ("qknorm", "has learnable parameters")):
         torch._dynamo.reset()
@@ -146,18 +143,18 @@ def test_compiling_a_wrong_name_says_what_is_wrong() -> None:
         ),
     ],
 )
-def test_wrong_inputs_are_named(change: object, message: str) -> None:
-    q, k, v, mask = change(*tensors(2, 4, 4, 5, 6, 8))  # type: ignore[operator]
+def test_wrong_inputs_are_named(change, message):
+    q, k, v, mask = change(*tensors(2, 4, 4, 5, 6, 8))
     with pytest.raises(quest_core.InputError, match=message):
         quest_core.attention(q, k, v, "quest", attn_mask=mask)
 
 
-def test_dropout_must_be_a_probability() -> None:
+def test_dropout_must_be_a_probability():
     with pytest.raises(quest_core.InputError, match="dropout_p is 1.5"):
         quest_core.attention(*tensors(1, 1, 1, 2, 2, 2), "quest", dropout_p=1.5)
 
 
-def test_grouped_functional_needs_a_divisor() -> None:
+def test_grouped_functional_needs_a_divisor():
     q, k, v = tensors(1, 4, 3, 2, 2, 2)
     with pytest.raises(
         quest_core.InputError, match="kv_heads is 3, which does not divide the 4 heads; choose from: 1, 2, 4"
@@ -165,22 +162,22 @@ def test_grouped_functional_needs_a_divisor() -> None:
         quest_core.attention(q, k, v, "quest+gqa")
 
 
-def test_mappings_of_any_kind() -> None:
+def test_mappings_of_any_kind():
     q, k, v = tensors(1, 2, 2, 3, 3, 4)
     spec = MappingProxyType({"name": "quest", "scale": 2.0})
     torch.testing.assert_close(quest_core.attention(q, k, v, spec), quest_core.attention(q, k, v, "quest(scale=2.0)"))
 
 
-def test_head_scales_cannot_start_above_their_cap() -> None:
+def test_head_scales_cannot_start_above_their_cap():
     with pytest.raises(quest_core.ConfigError, match="init is 200, above cap=100"):
         quest_core.Mechanism("qknorm-hs(init=200)", num_heads=1, head_dim=2)
 
 
 @pytest.mark.needs_torch("2.6", "torch.compile of floats as inputs")
-def test_a_dynamic_graph_is_compiled_once() -> None:
-    graphs: list[Any] = []
+def test_a_dynamic_graph_is_compiled_once():
+    graphs = []
 
-    def backend(graph: Any, inputs: Any) -> Any:
+    def backend(graph, inputs):
         graphs.append(graph)
         return aot_eager(graph, inputs)
 
@@ -192,19 +189,19 @@ def test_a_dynamic_graph_is_compiled_once() -> None:
 
 
 class CausalOrNot(nn.Module):
-    def __init__(self, spec: str, causal: bool) -> None:
+    def __init__(self, spec, causal):
         super().__init__()
         self.attention, self.causal = quest_core.Attention(16, 4, spec).eval(), causal
         quest_core.chain(self)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.attention(x, is_causal=self.causal)
 
 
-def traced_to_onnx(module: nn.Module) -> bytes:
+def traced_to_onnx(module):
     """The file of the exporter that was the default before PyTorch 2.9, with a dynamic batch and length."""
     file, modern = io.BytesIO(), {"dynamo": False}
-    names: dict[str, Any] = {"input_names": ["x"], "dynamic_axes": {"x": {0: "batch", 1: "tokens"}}}
+    names = {"input_names": ["x"], "dynamic_axes": {"x": {0: "batch", 1: "tokens"}}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(module, (torch.randn(2, 9, 16),), file, opset_version=17, **names, **modern)
@@ -216,7 +213,7 @@ def traced_to_onnx(module: nn.Module) -> bytes:
     "spec",
     ["standard", "quest", "qnorm", "qknorm", "qknorm-hs", "elliptical-quest", "quest+gqa(kv_heads=2)", "quest+mqa"],
 )
-def test_a_trace_exported_to_onnx_takes_any_length(spec: str, causal: bool) -> None:
+def test_a_trace_exported_to_onnx_takes_any_length(spec, causal):
     runtime = pytest.importorskip("onnxruntime")
     module = CausalOrNot(spec, causal)
     session = runtime.InferenceSession(traced_to_onnx(module), providers=["CPUExecutionProvider"])
@@ -228,6 +225,6 @@ def test_a_trace_exported_to_onnx_takes_any_length(spec: str, causal: bool) -> N
 
 
 @pytest.mark.parametrize("spec", ["quest+sigmoid", "cosine", "aft-conv(grid=3x3)", "linear"])
-def test_a_trace_that_would_fix_the_number_of_keys_is_not_exported(spec: str) -> None:
+def test_a_trace_that_would_fix_the_number_of_keys_is_not_exported(spec):
     with pytest.raises(UnsupportedError, match="counts its keys, and torch.onnx.export"):
         traced_to_onnx(CausalOrNot(spec, spec == "linear"))

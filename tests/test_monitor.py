@@ -1,16 +1,13 @@
 """Monitor: its numbers against plain formulas in float64, whatever path the model takes, and nothing when it is off."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle
-from typing import Any
 
 import pytest
 import torch
 from allocations import Largest
-from torch import Tensor, nn
+from torch import nn
 
 import quest_core
 from quest_core import ConfigError, InjectionError, Monitor
@@ -25,16 +22,16 @@ B, H, N, M, D = 2, 4, 5, 7, 3
 NAMES = {"max_logit", "entropy", "top_key_share", "query_norm_mean", "query_norm_max", "key_norm_mean", "key_norm_max"}
 
 
-def mechanism(attention: str, heads: int = H) -> quest_core.Mechanism:
+def mechanism(attention, heads=H):
     return quest_core.Mechanism(attention, num_heads=heads, head_dim=D).eval()
 
 
-def inputs(attention: str = "quest", n: int = N, m: int = M) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(attention="quest", n=N, m=M):
     groups = count_kv_heads(attention, H)
     return torch.randn(B, H, n, D) * 3, torch.randn(B, groups, m, D), torch.randn(B, groups, m, D)
 
 
-def masks(n: int = N, m: int = M) -> dict[str, dict[str, Any]]:
+def masks(n=N, m=M):
     some = torch.rand(n, m) > 0.4
     some[1] = False  # a query that sees no key
     some[0, -1] = True  # no draw hides the whole future, which some mechanisms refuse
@@ -54,9 +51,7 @@ def masks(n: int = N, m: int = M) -> dict[str, dict[str, Any]]:
     }
 
 
-def expected(
-    attention: quest_core.Mechanism, q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Any = None, is_causal: bool = False
-) -> dict[str, list[float]]:
+def expected(attention, q, k, v, *, attn_mask=None, is_causal=False):
     """The documented numbers, in float64 and from all pairs at once."""
     plain = copy.deepcopy(attention).double()
     q, k, v = q.double(), k.double(), v.double()
@@ -67,7 +62,7 @@ def expected(
     share = weights / weights.sum(3, keepdim=True)
     entropy = -torch.special.xlogy(share, share).sum(3)
     columns = share.nan_to_num(0).sum(2)  # [B, H, M]
-    out: dict[str, list[float]] = {name: [] for name in NAMES}
+    out = {name: [] for name in NAMES}
     for h in range(H):
         some = columns[:, h][columns[:, h].sum(1) > 0]
         out["top_key_share"].append((some.amax(1) / some.sum(1)).mean().item())
@@ -83,7 +78,7 @@ def expected(
     return out
 
 
-def assert_same(found: dict[str, list[float]], wanted: dict[str, list[float]], said: str = "") -> None:
+def assert_same(found, wanted, said=""):
     assert found.keys() - {"logit_bound"} == wanted.keys() - {"logit_bound"}
     for name, values in wanted.items():
         assert found[name] == pytest.approx(values, rel=2e-5, abs=2e-6), f"{said} {name}"
@@ -106,7 +101,7 @@ def assert_same(found: dict[str, list[float]], wanted: dict[str, list[float]], s
     ],
 )
 @pytest.mark.parametrize("block", [16, 2**19])
-def test_numbers_are_those_of_the_formulas(attention: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_are_those_of_the_formulas(attention, block, monkeypatch):
     monkeypatch.setattr(monitor_module, "BLOCK", block)
     m = mechanism(attention)
     q, k, v = inputs(attention)
@@ -121,7 +116,7 @@ def test_numbers_are_those_of_the_formulas(attention: str, block: int, monkeypat
             assert all(b >= x - 1e-5 for b, x in zip(seen["logit_bound"], seen["max_logit"], strict=True)), name
 
 
-def test_elliptical_is_observed_with_the_queries_that_it_stretched() -> None:
+def test_elliptical_is_observed_with_the_queries_that_it_stretched():
     first, second = mechanism("elliptical-quest"), mechanism("elliptical-quest")
     model = nn.ModuleList([first, second])
     quest_core.chain(model, {"0": "all", "1": "all"})
@@ -140,7 +135,7 @@ def test_elliptical_is_observed_with_the_queries_that_it_stretched() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("attention", ["linear", "cosine", "aft-simple"])
-def test_families_report_norms(attention: str, causal: bool) -> None:
+def test_families_report_norms(attention, causal):
     m = quest_core.Mechanism(attention, num_heads=H, head_dim=D)
     q, k, v = inputs(n=M)
     visible = torch.ones(B, 1, 1, M, dtype=torch.bool)
@@ -155,7 +150,7 @@ def test_families_report_norms(attention: str, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("attention", ["quest+gqa(kv_heads=2)", "linear"])
-def test_decoding_adds_up_to_the_whole(attention: str) -> None:
+def test_decoding_adds_up_to_the_whole(attention):
     layer = quest_core.Attention(12, 4, attention)
     x = torch.randn(2, 6, 12)
     with Monitor(layer) as monitor:
@@ -172,7 +167,7 @@ def test_decoding_adds_up_to_the_whole(attention: str) -> None:
                 assert pieces[path][name] == pytest.approx(values, rel=1e-5), name
 
 
-def test_fused_and_weights_paths_report_the_same() -> None:
+def test_fused_and_weights_paths_report_the_same():
     m = quest_core.MultiheadAttention(12, 4, batch_first=True, attention="quest")
     x, padding = torch.randn(2, 6, 12), torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
     with Monitor(m) as monitor:
@@ -184,7 +179,7 @@ def test_fused_and_weights_paths_report_the_same() -> None:
     assert list(seen[0]) == ["mechanism"]
 
 
-def test_residual_logits_count() -> None:
+def test_residual_logits_count():
     m, (q, k, v) = mechanism("standard"), inputs()
     residual = torch.randn(B, H, N, M) * 4
     mask = torch.rand(N, M) > 0.3
@@ -199,7 +194,7 @@ def test_residual_logits_count() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_read_in_full(dtype: torch.dtype) -> None:
+def test_half_precision_is_read_in_full(dtype):
     m = mechanism("standard")
     q, k, v = (x.to(dtype) for x in inputs())
     wanted = expected(m, q, k, v)
@@ -211,7 +206,7 @@ def test_half_precision_is_read_in_full(dtype: torch.dtype) -> None:
         assert_same(monitor.collect()["mechanism"], wanted)
 
 
-def test_entropy_does_not_cancel_at_large_logits() -> None:
+def test_entropy_does_not_cancel_at_large_logits():
     q = torch.tensor([1e6, 0.0]).expand(1, 1, 3, 2)
     k = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])[None, None]  # two equal winners: ln 2
     m = quest_core.Mechanism("quest", num_heads=1, head_dim=2)
@@ -222,7 +217,7 @@ def test_entropy_does_not_cancel_at_large_logits() -> None:
     assert seen["max_logit"] == [1e6]
 
 
-def test_numbers_that_are_none_stay_visible() -> None:
+def test_numbers_that_are_none_stay_visible():
     """A model that has diverged must not look healthy, nor must a row that sees nothing."""
     m, (q, k, v) = mechanism("standard"), inputs()
     with Monitor(m) as monitor:
@@ -237,9 +232,9 @@ def test_numbers_that_are_none_stay_visible() -> None:
         assert [math.isnan(x) for x in seen[name]] == [False, False, True, False], name
 
 
-def test_a_normalizer_from_elsewhere_is_asked_for_its_weights() -> None:
+def test_a_normalizer_from_elsewhere_is_asked_for_its_weights():
     class Squares(quest_core.mechanisms.base.Normalizer):
-        def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
+        def weights(self, logits, mask):
             return logits.square() if mask is None else logits.square().masked_fill(~mask, 0)
 
     m, (q, k, v) = mechanism("quest"), inputs()
@@ -253,12 +248,12 @@ def test_a_normalizer_from_elsewhere_is_asked_for_its_weights() -> None:
 # --- collecting -----------------------------------------------------------------------------------------------------
 
 
-def encoder(attention: str = "quest") -> nn.Module:
+def encoder(attention="quest"):
     layer = nn.TransformerEncoderLayer(8, 4, 16, 0.1, batch_first=True)
     return quest_core.inject(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), attention)[0]
 
 
-def test_passes_are_put_together_by_tokens() -> None:
+def test_passes_are_put_together_by_tokens():
     m = mechanism("quest")
     long, short = inputs(n=9), inputs(n=2)
     with Monitor(m) as monitor:
@@ -282,7 +277,7 @@ def test_passes_are_put_together_by_tokens() -> None:
     ["standard", "quest+gqa(kv_heads=2)", "quest+sigmoid", "quest+sinkhorn", "linear", "aft-simple", "cosine"],
 )
 @pytest.mark.parametrize("causal", [False, True])
-def test_packed_sequences_count_their_own_tokens_and_no_padding(attention: str, causal: bool) -> None:
+def test_packed_sequences_count_their_own_tokens_and_no_padding(attention, causal):
     m = mechanism(attention)
     if causal and m._no_causal:
         return
@@ -301,7 +296,7 @@ def test_packed_sequences_count_their_own_tokens_and_no_padding(attention: str, 
     assert m.monitor is None
 
 
-def test_a_packed_call_counts_once() -> None:
+def test_a_packed_call_counts_once():
     m = mechanism("quest")
     lengths = [200, 3, 3]
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
@@ -320,7 +315,7 @@ def test_a_packed_call_counts_once() -> None:
     assert seen == [True, False, True, False]
 
 
-def test_collect_gives_plain_values_by_path() -> None:
+def test_collect_gives_plain_values_by_path():
     model = encoder()
     with Monitor(model) as monitor:
         model(torch.randn(2, 5, 8))
@@ -334,14 +329,14 @@ def test_collect_gives_plain_values_by_path() -> None:
     assert type(flat["layers.1.self_attn/max_logit/head3"]) is float
 
 
-def test_layers_that_did_not_run_are_left_out() -> None:
+def test_layers_that_did_not_run_are_left_out():
     model = encoder()
     with Monitor(model) as monitor:
         model.layers[1](torch.randn(2, 5, 8))
     assert list(monitor.collect()) == ["layers.1.self_attn"]
 
 
-def test_norms_and_bound_without_the_logits() -> None:
+def test_norms_and_bound_without_the_logits():
     m, (q, k, v) = mechanism("quest(scale=2)"), inputs()
     with Monitor(m, logits=False) as monitor:
         m(q, k, v)
@@ -350,17 +345,17 @@ def test_norms_and_bound_without_the_logits() -> None:
     assert seen["logit_bound"] == pytest.approx([2 * x for x in seen["query_norm_max"]])
 
 
-def test_errors_name_the_fix() -> None:
+def test_errors_name_the_fix():
     stock = nn.MultiheadAttention(8, 2)
     with pytest.raises(InjectionError, match=r"MultiheadAttention has no attention of quest_core.*inject"):
         Monitor(stock)
     model = encoder()
     for every in (0, 1.5):
         with pytest.raises(ConfigError, match=f"every is {every}"):
-            Monitor(model, every=every)  # type: ignore[arg-type]
+            Monitor(model, every=every)
 
 
-def test_several_monitors_see_the_same_and_stop_by_themselves() -> None:
+def test_several_monitors_see_the_same_and_stop_by_themselves():
     model, x = encoder(), torch.randn(2, 5, 8)
     first, second = Monitor(model), Monitor(model)
     model(x)
@@ -376,7 +371,7 @@ def test_several_monitors_see_the_same_and_stop_by_themselves() -> None:
 # --- what a monitor must not change ---------------------------------------------------------------------------------
 
 
-def test_training_is_the_same_with_and_without() -> None:
+def test_training_is_the_same_with_and_without():
     results = []
     for watched in (False, True):
         torch.manual_seed(0)
@@ -385,14 +380,13 @@ def test_training_is_the_same_with_and_without() -> None:
         out = model(torch.randn(2, 5, 8))
         out.square().sum().backward()
         results.append([out.detach(), *(p.grad for p in model.parameters()), *model.state_dict().values()])
-    assert monitor is not None
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     layer = next(iter(monitor._layers.values()))
     assert layer.seen
     assert not any(x.requires_grad for x in layer.seen.values())
 
 
-def test_recomputation_is_not_counted_twice() -> None:
+def test_recomputation_is_not_counted_twice():
     m = mechanism("quest")
     q, k, v = inputs()
     monitor = Monitor(m, every=2)
@@ -402,7 +396,7 @@ def test_recomputation_is_not_counted_twice() -> None:
     assert monitor._layers["mechanism"].calls == 2
 
 
-def test_state_dicts_copies_and_pickles_have_no_monitor() -> None:
+def test_state_dicts_copies_and_pickles_have_no_monitor():
     model = encoder().eval()
     keys = list(model.state_dict())
     with Monitor(model) as monitor:
@@ -419,7 +413,7 @@ def test_state_dicts_copies_and_pickles_have_no_monitor() -> None:
     assert model.layers[0].self_attn.mechanism.monitor is None
 
 
-def test_compiles_without_a_break_when_off_and_with_one_when_on() -> None:
+def test_compiles_without_a_break_when_off_and_with_one_when_on():
     layer = quest_core.Attention(12, 4, "quest").eval()
     x = torch.randn(2, 6, 12)
     wanted = layer(x)
@@ -437,7 +431,7 @@ def test_compiles_without_a_break_when_off_and_with_one_when_on() -> None:
     torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="eager")(x), wanted)
 
 
-def test_export_leaves_the_monitor_out() -> None:
+def test_export_leaves_the_monitor_out():
     layer = quest_core.Attention(12, 4, "quest").eval()
     x = torch.randn(2, 6, 12)
     plain = torch.export.export(layer, (x,))
@@ -449,7 +443,7 @@ def test_export_leaves_the_monitor_out() -> None:
 
 @pytest.mark.parametrize("attention", ["quest", "standard+sigmoid"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_memory_is_bounded(attention: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded(attention, causal, monkeypatch):
     monkeypatch.setattr(monitor_module, "BLOCK", 4096)
     m = mechanism(attention)
     q, k = torch.randn(1, H, 256, D), torch.randn(1, H, 256, D)

@@ -1,15 +1,11 @@
 """Sigmoid and sinkhorn against their float64 references, plain and in blocks, and every score with every normalizer."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
 from allocations import Largest
-from torch import Tensor
 
 import quest_core
 from quest_core import ops as blocks
@@ -19,7 +15,7 @@ PATHS = ["plain", "blocks"]
 
 
 @contextmanager
-def path(name: str) -> Iterator[None]:
+def path(name):
     """Take the plain formula, or blocks of three queries, whatever the size."""
     kept = blocks.PLAIN_WEIGHTS, blocks.BLOCK_WEIGHTS, blocks.BLOCK_ROWS
     if name == "blocks":
@@ -30,7 +26,7 @@ def path(name: str) -> Iterator[None]:
         blocks.PLAIN_WEIGHTS, blocks.BLOCK_WEIGHTS, blocks.BLOCK_ROWS = kept
 
 
-def tensors(batch: int, heads: int, groups: int, n: int, m: int, dim: int, seed: int = 0) -> tuple[Tensor, ...]:
+def tensors(batch, heads, groups, n, m, dim, seed=0):
     """q [B, H, N, D], k and v [B, G, M, D] in float64, laid out as projections leave them."""
     made = torch.Generator().manual_seed(seed)
     return tuple(
@@ -43,7 +39,7 @@ def tensors(batch: int, heads: int, groups: int, n: int, m: int, dim: int, seed:
 @pytest.mark.parametrize(
     "spec", ["sigmoid", "quest+sigmoid(bias=-0.5)+gqa(kv_heads=2)", "sinkhorn", "quest+sinkhorn(iterations=2, eps=0.7)"]
 )
-def test_blocks_equal_the_reference(spec: str, is_causal: bool) -> None:
+def test_blocks_equal_the_reference(spec, is_causal):
     """tests/grid draws other sizes and masks."""
     made = quest_core.Mechanism(spec, num_heads=4, head_dim=4)
     if is_causal and "sinkhorn" in spec:
@@ -59,7 +55,7 @@ def test_blocks_equal_the_reference(spec: str, is_causal: bool) -> None:
 
 
 @pytest.mark.parametrize("way", PATHS)
-def test_logits_of_a_thousand_stay_exact(way: str) -> None:
+def test_logits_of_a_thousand_stay_exact(way):
     """A key that no query wants still has to fill its column: e^-1000 is scaled up without passing through 0."""
     q, k, v = tensors(1, 1, 1, 6, 6, 4)
     q = q * 1000
@@ -73,13 +69,13 @@ def test_logits_of_a_thousand_stay_exact(way: str) -> None:
     torch.testing.assert_close(weights @ v, out)
 
 
-def weights_of(spec: str, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+def weights_of(spec, q, k, mask=None):
     made = quest_core.Mechanism(spec, num_heads=q.shape[1], head_dim=q.shape[-1])
     return made.forward_with_weights(q, k, torch.zeros_like(k), attn_mask=mask)[1]
 
 
 @pytest.mark.parametrize(("n", "m"), [(6, 6), (4, 7), (8, 3)])
-def test_half_steps_leave_the_sums_they_promise(n: int, m: int) -> None:
+def test_half_steps_leave_the_sums_they_promise(n, m):
     q, k, _ = tensors(2, 2, 2, n, m, 4)
     rows = torch.ones(2, 2, n, dtype=torch.float64)
     columns = torch.full((2, 2, m), n / m, dtype=torch.float64)
@@ -92,10 +88,10 @@ def test_half_steps_leave_the_sums_they_promise(n: int, m: int) -> None:
 
 @pytest.mark.parametrize("way", PATHS)
 @pytest.mark.parametrize("spec", ["quest+sigmoid", "quest+sinkhorn", "quest+sinkhorn(iterations=2)"])
-def test_dropout_acts_on_the_weights_and_repeats_under_a_seed(spec: str, way: str) -> None:
+def test_dropout_acts_on_the_weights_and_repeats_under_a_seed(spec, way):
     q, k, v = tensors(2, 2, 2, 6, 6, 4)
 
-    def run(*inputs: Tensor) -> Tensor:
+    def run(*inputs):
         torch.manual_seed(0)
         return quest_core.attention(*inputs, spec, dropout_p=0.5)
 
@@ -110,7 +106,7 @@ def test_dropout_acts_on_the_weights_and_repeats_under_a_seed(spec: str, way: st
 
 
 @pytest.mark.parametrize("spec", ["quest+sigmoid", "quest+sinkhorn"])
-def test_a_learned_additive_mask_gets_its_gradient(spec: str) -> None:
+def test_a_learned_additive_mask_gets_its_gradient(spec):
     q, k, v = tensors(1, 2, 2, 4, 5, 3)
     bias = torch.randn(1, 2, 4, 5, dtype=torch.float64, requires_grad=True)
     with path("blocks"):
@@ -121,7 +117,7 @@ def test_a_learned_additive_mask_gets_its_gradient(spec: str) -> None:
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("spec", ["quest+sigmoid", "quest+sinkhorn", "quest+sinkhorn(iterations=4)"])
-def test_long_sequences_form_no_matrix_of_weights(spec: str, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_sequences_form_no_matrix_of_weights(spec, masked, monkeypatch):
     monkeypatch.setattr(blocks, "PLAIN_WEIGHTS", 2**16)
     monkeypatch.setattr(blocks, "BLOCK_WEIGHTS", 2**14)
     largest = []

@@ -1,16 +1,11 @@
 """Packed attention against a loop over single sequences."""
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import quest_core
@@ -21,13 +16,11 @@ from quest_core.tools import packing
 HEADS, DIM = 4, 8
 
 
-def cumulative(lengths: list[int]) -> Tensor:
+def cumulative(lengths):
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
-def tokens(
-    lengths_q: list[int], lengths_k: list[int], groups: int = HEADS, seed: int = 0, key_dim: int = DIM
-) -> list[Tensor]:
+def tokens(lengths_q, lengths_k, groups=HEADS, seed=0, key_dim=DIM):
     """q [T, H, D], k and v [S, G, D], float64, requiring gradients; k and v are slices of one packed tensor."""
     made = torch.Generator().manual_seed(seed)
     q = torch.randn(sum(lengths_q), HEADS, DIM, generator=made, dtype=torch.float64)
@@ -35,9 +28,7 @@ def tokens(
     return [x.detach().requires_grad_() for x in (q, kv[:, 0, :, :key_dim], kv[:, 1])]
 
 
-def loop(
-    q: Tensor, k: Tensor, v: Tensor, mechanism: Any, lengths_q: list[int], lengths_k: list[int], **options: Any
-) -> Tensor:
+def loop(q, k, v, mechanism, lengths_q, lengths_k, **options):
     outs = []
     if not lengths_q:
         return torch.zeros_like(q)
@@ -50,9 +41,7 @@ def loop(
     return torch.cat(outs)
 
 
-def check(
-    spec: Any, lengths_q: list[int], lengths_k: list[int], *, groups: int = HEADS, is_causal: bool = False
-) -> None:
+def check(spec, lengths_q, lengths_k, *, groups=HEADS, is_causal=False):
     mechanism = (
         spec
         if isinstance(spec, quest_core.Mechanism)
@@ -81,13 +70,13 @@ LENGTHS = st.lists(
 
 @pytest.mark.parametrize("kind", ["self", "causal", "gqa"])
 @given(lengths=LENGTHS)
-def test_equals_a_loop(kind: str, lengths: list[int]) -> None:
+def test_equals_a_loop(kind, lengths):
     spec, groups = ("quest+gqa(kv_heads=2)", 2) if kind == "gqa" else ("quest", HEADS)
     check(spec, lengths, lengths, groups=groups, is_causal=kind == "causal")
 
 
 @given(pairs=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 80)), max_size=6), is_causal=st.booleans())
-def test_cross_lengths_equal_a_loop(pairs: list[tuple[int, int]], is_causal: bool) -> None:
+def test_cross_lengths_equal_a_loop(pairs, is_causal):
     check("quest", [n for n, _ in pairs], [m for _, m in pairs], is_causal=is_causal)
 
 
@@ -96,7 +85,7 @@ MIXED = [5, 0, 81, 5, 17, 64, 1, 12]
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize("score", ["elliptical", "elliptical-quest"])
-def test_a_chain_of_elliptical_layers_equals_a_loop(score: str, is_causal: bool) -> None:
+def test_a_chain_of_elliptical_layers_equals_a_loop(score, is_causal):
     """Each sequence's own values say which features count, padding says nothing."""
     layers = [quest_core.Mechanism(score, num_heads=HEADS, head_dim=DIM).double() for _ in range(2)]
     quest_core.chain(torch.nn.ModuleList(layers))
@@ -105,10 +94,10 @@ def test_a_chain_of_elliptical_layers_equals_a_loop(score: str, is_causal: bool)
     attention_packed(*first, layers[0], cu_seqlens=cu, is_causal=is_causal)
     got = attention_packed(*second, layers[1], cu_seqlens=cu, is_causal=is_causal)
 
-    def chained(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def chained(q, k, v, **options):
         start = next(places)
         layers[0](*(x[start : start + q.shape[2]][None].transpose(1, 2) for x in first), **options)
-        out: Tensor = layers[1](q, k, v, **options)
+        out = layers[1](q, k, v, **options)
         return out
 
     places = iter([sum(MIXED[:b]) for b, length in enumerate(MIXED) if length])
@@ -121,7 +110,7 @@ def test_a_chain_of_elliptical_layers_equals_a_loop(score: str, is_causal: bool)
         torch.testing.assert_close(g, e, rtol=1e-11, atol=1e-12)
 
 
-def test_pgqa_takes_its_noise_from_each_sequence_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pgqa_takes_its_noise_from_each_sequence_alone(monkeypatch):
     """With a constant in place of random numbers the noise is its mean and deviation, which padding must not move."""
     monkeypatch.setattr(torch, "randn_like", torch.ones_like)
     check("quest+pgqa(kv_heads=2)", MIXED, MIXED, groups=2)
@@ -135,16 +124,14 @@ def test_pgqa_takes_its_noise_from_each_sequence_alone(monkeypatch: pytest.Monke
         ([7] * 5, [(5, 7, False)]),
     ],
 )
-def test_lengths_that_share_a_bucket_are_padded_and_others_are_not(
-    lengths: list[int], buckets: list[tuple[int, int, bool]]
-) -> None:
+def test_lengths_that_share_a_bucket_are_padded_and_others_are_not(lengths, buckets):
     layout = PackingPlan(cumulative(lengths)).layout(packing.WASTE, torch.device("cpu"))
     assert [(b.size, b.n, b.keys is not None) for b in layout.buckets] == buckets
     assert layout.q is None or len(set(lengths)) > 1  # tokens of equal sequences are not copied
 
 
 @given(lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=60))
-def test_padded_area_is_bounded(lengths: list[int]) -> None:
+def test_padded_area_is_bounded(lengths):
     plan = PackingPlan(cumulative(lengths))
     buckets = plan.layout(packing.WASTE, torch.device("cpu")).buckets
     assert sum(b.size for b in buckets) == len(lengths)
@@ -152,7 +139,7 @@ def test_padded_area_is_bounded(lengths: list[int]) -> None:
     assert padded <= packing.WASTE * real
 
 
-def test_a_plan_is_made_once_and_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_is_made_once_and_reused(monkeypatch):
     made = []
     original = packing._group
     monkeypatch.setattr(packing, "_group", lambda *a: made.append(a) or original(*a))
@@ -168,7 +155,7 @@ def test_a_plan_is_made_once_and_reused(monkeypatch: pytest.MonkeyPatch) -> None
     torch.testing.assert_close(out, want, rtol=1e-10, atol=1e-11)
 
 
-def test_padding_of_one_sequence_cannot_hurt_another() -> None:
+def test_padding_of_one_sequence_cannot_hurt_another():
     """NaN in one sequence stays there, though rows of a bucket share a batch."""
     q, k, v = (x.detach() for x in tokens([20, 30, 25], [20, 30, 25]))
     k[20:50] = torch.nan
@@ -178,7 +165,7 @@ def test_padding_of_one_sequence_cannot_hurt_another() -> None:
     assert out[50:].isfinite().all()
 
 
-def test_dropout_acts_on_weights() -> None:
+def test_dropout_acts_on_weights():
     q, k, v = (x.detach() for x in tokens([40, 30], [40, 30]))
     cu = cumulative([40, 30])
     torch.manual_seed(1)
@@ -191,15 +178,11 @@ def test_dropout_acts_on_weights() -> None:
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize("spec", ["quest", "quest(scale=2)+gqa(kv_heads=2)", "qknorm", "standard"])
-def test_the_variable_length_kernel_gets_what_it_needs(
-    spec: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_variable_length_kernel_gets_what_it_needs(spec, is_causal, monkeypatch):
     """No CUDA here: a stand-in with the kernel's signature checks the contract and computes the plain formula."""
-    seen: dict[str, Any] = {}
+    seen = {}
 
-    def varlen_attn(
-        query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **options: Any
-    ) -> Tensor:
+    def varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, **options):
         seen.update(options)
         assert cu_q.dtype == cu_k.dtype == torch.int32
         assert (max_q, max_k) == (81, 81)
@@ -230,9 +213,7 @@ def test_the_variable_length_kernel_gets_what_it_needs(
         ("cpu", (9, 0), torch.bfloat16, False),
     ],
 )
-def test_flash_kernels_run_from_ampere_on(
-    device: str, capability: tuple[int, int], dtype: torch.dtype, runs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flash_kernels_run_from_ampere_on(device, capability, dtype, runs, monkeypatch):
     """Other tensors and earlier GPUs take padded batches."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(packing, "_varlen_attn", lambda shared: lambda *_, **__: None)
@@ -244,13 +225,13 @@ def test_flash_kernels_run_from_ampere_on(
     assert packing._varlen_applies(q, q, q, mechanism, plan, is_causal=False, dropout_p=0.0) is runs
 
 
-def test_pytorchs_own_varlen_attn_is_recognized() -> None:
+def test_pytorchs_own_varlen_attn_is_recognized():
     """Where this PyTorch has one; its parameters decide whether it is used."""
     found = packing._varlen_attn(shared=True)
     assert found is None or {"cu_seq_q", "max_q"} <= inspect.signature(found).parameters.keys()
 
 
-def test_a_stateless_mechanism_may_be_named_or_mapped() -> None:
+def test_a_stateless_mechanism_may_be_named_or_mapped():
     q, k, v = tokens([3, 4], [3, 4])
     cu = cumulative([3, 4])
     named = attention_packed(q, k, v, "qnorm", cu_seqlens=cu)
@@ -259,7 +240,7 @@ def test_a_stateless_mechanism_may_be_named_or_mapped() -> None:
         attention_packed(q, k, v, "qknorm", cu_seqlens=cu)
 
 
-def test_errors_name_what_does_not_fit() -> None:
+def test_errors_name_what_does_not_fit():
     q, k, v = tokens([3, 4], [3, 4])
     cu = cumulative([3, 4])
     with pytest.raises(InputError, match="three axes"):
@@ -283,7 +264,7 @@ def test_errors_name_what_does_not_fit() -> None:
         attention_packed(q, k[:, :2], v[:, :2], "quest", cu_seqlens=cu)
 
 
-def test_a_mechanism_that_sees_the_batch_refuses_a_causal_diagonal_that_differs_by_sequence() -> None:
+def test_a_mechanism_that_sees_the_batch_refuses_a_causal_diagonal_that_differs_by_sequence():
     mechanism = quest_core.Mechanism("quest+dgqa(kv_heads=2)", num_heads=HEADS, head_dim=DIM).double()
     q, k, v = tokens([3, 4], [5, 4], 2)
     with pytest.raises(UnsupportedError, match="whole batch"):
@@ -292,19 +273,19 @@ def test_a_mechanism_that_sees_the_batch_refuses_a_causal_diagonal_that_differs_
         )
 
 
-def test_derivatives_of_every_kind_equal_those_of_a_loop() -> None:
+def test_derivatives_of_every_kind_equal_those_of_a_loop():
     """A batch of other lengths is moved otherwise, so what works must not depend on the lengths."""
     lengths = [5, 0, 81, 12]
     q, k, v = (x.detach() for x in tokens(lengths, lengths, HEADS))
     cu, made = cumulative(lengths), quest_core.Mechanism("quest+sigmoid", num_heads=HEADS, head_dim=DIM)
 
-    def packed(x: Tensor) -> Tensor:
+    def packed(x):
         return attention_packed(q + x, k, v * x, made, cu_seqlens=cu).square().sum()
 
-    def looped(x: Tensor) -> Tensor:
+    def looped(x):
         return loop(q + x, k, v * x, made, lengths, lengths).square().sum()
 
-    def penalty(f: Callable[[Tensor], Tensor]) -> Tensor:
+    def penalty(f):
         x = torch.ones((), dtype=q.dtype, requires_grad=True)
         (slope,) = torch.autograd.grad(f(x), x, create_graph=True)
         return torch.autograd.grad(slope.square(), x)[0]
@@ -323,9 +304,9 @@ def test_derivatives_of_every_kind_equal_those_of_a_loop() -> None:
 @pytest.mark.parametrize(
     ("spec", "lengths"), [("aft-conv(dims=1, window=3)", MIXED), ("aft-conv(window=3)", [9, 4, 0, 16, 4])]
 )
-def test_sequences_of_other_lengths_are_no_part_of_a_grid(spec: str, lengths: list[int]) -> None:
+def test_sequences_of_other_lengths_are_no_part_of_a_grid(spec, lengths):
     """Padding would change what a grid is, so no batch is padded."""
     made = quest_core.Mechanism(spec, num_heads=HEADS, head_dim=DIM).double()
     with torch.no_grad():
-        made.family.gain.fill_(0.7)  # type: ignore[union-attr]
+        made.family.gain.fill_(0.7)
     check(made, lengths, lengths)

@@ -1,13 +1,8 @@
 """hosts.patching: a change to a host is made once, in any order of imports, and undone."""
 
-from __future__ import annotations
-
 import functools
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -15,27 +10,27 @@ from quest_core.hosts.patching import Patches, when_imported
 
 
 class Host:
-    def run(self, x: int) -> int:
+    def run(self, x):
         return x
 
     value = 1
 
 
-def plus_one(original: Callable[..., int]) -> Callable[..., int]:
+def plus_one(original):
     @functools.wraps(original)
-    def run(*args: Any) -> int:
+    def run(*args):
         return original(*args) + 1
 
     return run
 
 
-def test_wraps_once_and_undoes() -> None:
+def test_wraps_once_and_undoes():
     patches, before = Patches(), dict(vars(Host))
     for _ in range(2):
         patches.wrap(Host, "run", plus_one)
         patches.put(Host, "value", 2)
         patches.put(Host, "new", 3)
-    assert (Host().run(1), Host.value, Host.new) == (2, 2, 3)  # type: ignore[attr-defined]
+    assert (Host().run(1), Host.value, Host.new) == (2, 2, 3)
     assert [(owner, name) for owner, name, _ in patches] == [(Host, "run"), (Host, "value"), (Host, "new")]
     patches.undo()
     assert dict(vars(Host)) == before
@@ -46,14 +41,14 @@ def test_wraps_once_and_undoes() -> None:
 
 @pytest.mark.parametrize("kind", [classmethod, staticmethod])
 @pytest.mark.parametrize("inherited", [False, True])
-def test_a_method_of_a_class_stays_one(kind: Any, inherited: bool) -> None:
+def test_a_method_of_a_class_stays_one(kind, inherited):
     class Home:
         call = kind(lambda *arguments: len(arguments))
 
     class Heir(Home):
         pass
 
-    owner: Any = Heir if inherited else Home
+    owner = Heir if inherited else Home
     patches, before, stock = Patches(), dict(vars(owner)), owner.call(1)
     for _ in range(2):
         patches.wrap(owner, "call", plus_one)
@@ -66,7 +61,7 @@ def test_a_method_of_a_class_stays_one(kind: Any, inherited: bool) -> None:
     patches.undo()
 
 
-def test_two_owners_undo_in_any_order_of_their_own() -> None:
+def test_two_owners_undo_in_any_order_of_their_own():
     first, second = Patches(), Patches()
     first.wrap(Host, "run", plus_one)
     second.wrap(Host, "run", plus_one)
@@ -91,15 +86,13 @@ class Block:
 
 
 @pytest.mark.parametrize("imported_first", [True, False])
-def test_a_module_is_patched_in_any_order_of_imports(
-    imported_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_is_patched_in_any_order_of_imports(imported_first, tmp_path, monkeypatch):
     (tmp_path / "patched_host.py").write_text(HOST)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "patched_host", raising=False)
     patches = Patches()
 
-    def load() -> ModuleType:
+    def load():
         return __import__("patched_host")
 
     if imported_first:
@@ -112,7 +105,7 @@ def test_a_module_is_patched_in_any_order_of_imports(
         patches.undo()
 
 
-def test_what_is_still_waiting_is_withdrawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_still_waiting_is_withdrawn(tmp_path, monkeypatch):
     (tmp_path / "late_host.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
     called = []
@@ -124,7 +117,7 @@ def test_what_is_still_waiting_is_withdrawn(tmp_path: Path, monkeypatch: pytest.
     assert called == ["another's"]
 
 
-def test_what_is_no_attribute_is_done_once_and_undone() -> None:
+def test_what_is_no_attribute_is_done_once_and_undone():
     patches, registry = Patches(), dict[str, int]()
     for number in (1, 2):
         patches.once("entry", lambda number=number: registry.setdefault("quest", number), registry.clear)
@@ -135,9 +128,9 @@ def test_what_is_no_attribute_is_done_once_and_undone() -> None:
     assert registry == {"quest": 3}
 
 
-def test_every_copy_of_a_function_is_wrapped_and_restored() -> None:
+def test_every_copy_of_a_function_is_wrapped_and_restored():
     home, early, late = (ModuleType(f"copied_{name}") for name in ("home", "early", "late"))
-    stock = home.run = early.run = lambda: 1  # type: ignore[attr-defined]
+    stock = home.run = early.run = lambda: 1
     patches, modules = Patches(), {module.__name__: module for module in (home, early, late)}
     sys.modules.update(modules)
     try:
@@ -145,7 +138,7 @@ def test_every_copy_of_a_function_is_wrapped_and_restored() -> None:
             patches.around(home, "run", lambda original: original() + 1, everywhere=True)
         assert home.run is early.run is not stock
         assert home.run() == 2
-        late.run = home.run  # type: ignore[attr-defined]
+        late.run = home.run
         patches.undo()
         assert home.run is early.run is late.run is stock
     finally:

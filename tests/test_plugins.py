@@ -1,12 +1,8 @@
 """Installed plugins: found without an import, loaded with their host, and explained if they cannot be used."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from distributions import ADAPTER, write_distribution
@@ -17,23 +13,15 @@ from quest_core import PluginError, cli
 from quest_core.cli import doctor
 from quest_core.hosts import plugins
 
-Install = Callable[..., None]
-
 
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+def install(tmp_path, monkeypatch):
     """install(name, ...) writes a plugin's package and metadata as pip would, into a folder on sys.path."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # of child processes
     before = set(sys.modules)
 
-    def write(
-        name: str,
-        *modules: str,
-        adapter: str | None = None,
-        requires: tuple[str, ...] = (),
-        entry_points: dict[str, dict[str, str]] | None = None,
-    ) -> None:
+    def write(name, *modules, adapter=None, requires=(), entry_points=None):
         package = f"plugin_{name}"
         source = ADAPTER.format(name=name) if adapter is None else adapter
         adapters = dict.fromkeys(modules or ["json"], f"{package}.adapter:HostAdapter")
@@ -52,14 +40,14 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
             del sys.modules[module]
 
 
-def test_finding_a_plugin_imports_nothing(install: Install) -> None:
+def test_finding_a_plugin_imports_nothing(install):
     install("mini", adapter="raise RuntimeError")
     found = plugins.find("mini")
     assert (found.name, found.version, found.modules) == ("mini", "1.2", ("json",))
     assert "plugin_mini" not in sys.modules
 
 
-def test_a_plugin_runs_once_its_host_is_imported(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_runs_once_its_host_is_imported(install, monkeypatch):
     install("mini", "its_index_name", "its_checkout")
     assert [made.name for made in plugins.running_adapters()] == []
     monkeypatch.setitem(sys.modules, "its_checkout", sys)
@@ -69,7 +57,7 @@ def test_a_plugin_runs_once_its_host_is_imported(install: Install, monkeypatch: 
 
 
 @pytest.mark.parametrize("source", ["1 / 0", "import no_such_host", "HostAdapter = dict", "HostAdapter = None"])
-def test_a_broken_plugin_disables_itself(install: Install, source: str) -> None:
+def test_a_broken_plugin_disables_itself(install, source):
     install("torn", adapter=source)
     install("mini")
     with pytest.raises(PluginError, match="plugin quest-torn 1.2 cannot be loaded: .*Error"):
@@ -80,33 +68,33 @@ def test_a_broken_plugin_disables_itself(install: Install, source: str) -> None:
     quest_core.inject(nn.TransformerEncoderLayer(16, 2, dropout=0.0), "quest")
 
 
-def test_a_host_that_is_missing(install: Install) -> None:
+def test_a_host_that_is_missing(install):
     install("lost", "no_such_host", adapter="import no_such_host")
     assert plugins.find("lost").problem() == "no_such_host is not installed"
     with pytest.raises(PluginError, match=r"no_such_host is not installed; fix: pip install 'quest-lost\[host\]'"):
         plugins.adapter("lost")
 
 
-def test_a_host_of_another_version(install: Install) -> None:
+def test_a_host_of_another_version(install):
     install("old", "torch", requires=('a-companion>=9; extra == "host"', 'torch<1.0; extra == "host"', "torch>=2"))
     installed = importlib.metadata.version("torch")
     assert plugins.find("old").problem() == f"found torch {installed}, supported is torch<1.0"
 
 
-def test_one_of_several_hosts_is_enough(install: Install) -> None:
+def test_one_of_several_hosts_is_enough(install):
     install("two", "torch", requires=('torch-fork>=2; extra == "host"', 'torch>=2; extra == "host-fork"'))
     assert plugins.find("two").problem() == ""
     assert plugins.find("two").host().startswith("torch 2")
 
 
-def test_two_plugins_of_one_host_both_run(install: Install) -> None:
+def test_two_plugins_of_one_host_both_run(install):
     install("json")
     install("another")
     assert [made.name for made in plugins.running_adapters()] == ["another", "json"]
     assert plugins.find("json").distribution == "quest-json"
 
 
-def test_a_plugin_that_is_not_installed(install: Install) -> None:
+def test_a_plugin_that_is_not_installed(install):
     install("mini")
     with pytest.raises(PluginError, match="no plugin for 'minni' is installed; did you mean 'mini'"):
         plugins.adapter("minni")
@@ -115,9 +103,7 @@ def test_a_plugin_that_is_not_installed(install: Install) -> None:
 # --- the command line -----------------------------------------------------------------------------------------------
 
 
-def test_doctor_says_what_is_wrong_and_the_fix(
-    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_says_what_is_wrong_and_the_fix(install, tmp_path, monkeypatch, capsys):
     (tmp_path / "torn_host.py").write_text("raise RuntimeError('no operator nms')")
     (tmp_path / "slow_host.py").write_text("import time; time.sleep(60)")
     (tmp_path / "rude_host.py").write_text("import os; os._exit(3)")
@@ -140,13 +126,13 @@ def test_doctor_says_what_is_wrong_and_the_fix(
     assert "  quest-rude 1.2: its host rude_host cannot be imported: it ends the process with status 3\n" in said
 
 
-def test_doctor_is_content_with_what_works(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_is_content_with_what_works(install, capsys):
     install("mini", "torch", requires=('torch>=2; extra == "host"',))
     assert cli.main(["doctor"]) == 0
     assert f"  quest-mini 1.2 with torch {importlib.metadata.version('torch')}: ok\n" in capsys.readouterr().out
 
 
-def test_list_and_check(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_and_check(capsys):
     assert cli.main(["list"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in quest_core.list_mechanisms())
@@ -156,7 +142,7 @@ def test_list_and_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean 'quest'?" in capsys.readouterr().err
 
 
-def test_commands_end_without_a_traceback_if_nothing_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_end_without_a_traceback_if_nothing_reads_them(monkeypatch):
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as pipe:
@@ -166,7 +152,7 @@ def test_commands_end_without_a_traceback_if_nothing_reads_them(monkeypatch: pyt
     assert cli.main(["list"]) == 0
 
 
-def test_commands_of_plugins_are_forwarded(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_of_plugins_are_forwarded(install, capsys):
     install(
         "shout",
         adapter="def main(argv):\n    print(*argv)\n    return 7",
@@ -176,7 +162,7 @@ def test_commands_of_plugins_are_forwarded(install: Install, capsys: pytest.Capt
     assert capsys.readouterr().out == "a --flag\n"
 
 
-def test_a_shortened_option_ends_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shortened_option_ends_with_status_2(capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["doctor", "--time", "6"])
     assert "unrecognized arguments: --time 6" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """Packed and Separate projections: cut, loaded, scaled, and shown by rows."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import prune
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -17,14 +15,7 @@ import quest_core
 from quest_core import InputError, UnsupportedError
 from quest_core.drafts import assign, draft
 from quest_core.mechanism import head_sizes
-from quest_core.projections import (
-    HeadSizes,
-    Packed,
-    Projected,
-    Projections,
-    Separate,
-    pool_heads,
-)
+from quest_core.projections import HeadSizes, Packed, Projected, Projections, Separate, pool_heads
 
 E = 5  # features of a token
 
@@ -51,9 +42,9 @@ PARAMETERS: dict[str, Any] = {  # name -> shape, from its number of rows and the
 class Host(Projected):
     """Projections of any layout; those of a role in W_V may come from another source."""
 
-    def __init__(self, layout: Projections, sizes: HeadSizes, *, bias: bool, dtype: torch.dtype, frozen: bool) -> None:
+    def __init__(self, layout, sizes, *, bias, dtype, frozen):
         super().__init__()
-        self.projections, self.head_sizes = layout, sizes  # type: ignore[misc]
+        self.projections, self.head_sizes = layout, sizes
         for name, roles in layout.entries:
             rows = sizes.rows(roles)
             if name in PARAMETERS:
@@ -63,7 +54,7 @@ class Host(Projected):
         self.requires_grad_(not frozen)
         self.train(not frozen)
 
-    def by_role(self, role: str) -> dict[str, Tensor]:
+    def by_role(self, role):
         """The rows of a role, cut out without the code that is tested: name -> [rows, ...]."""
         found = {}
         for name, roles in self.projections.entries:
@@ -80,7 +71,7 @@ class Host(Projected):
 
 
 @st.composite
-def hosts(draw: st.DrawFn, narrow: bool = True) -> tuple[Host, HeadSizes]:
+def hosts(draw, narrow=True):
     """A host with all heads, and the sizes that an attention wants."""
     groups, share = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     head_dim, value_dim = draw(st.integers(1, 4)), draw(st.integers(1, 4))
@@ -97,15 +88,15 @@ def hosts(draw: st.DrawFn, narrow: bool = True) -> tuple[Host, HeadSizes]:
     return host, wanted
 
 
-def reduced(host: Host, sizes: HeadSizes, *, fresh: bool) -> Host:
+def reduced(host, sizes, *, fresh):
     """Return a draft with smaller projections, as a replacement does."""
-    made: Host = draft(host)
+    made = draft(host)
     made.head_sizes = sizes
     made.projections.shrink(made, sizes, fresh=fresh)
     return made
 
 
-def want(rows: Tensor, role: str, sizes: HeadSizes, *, fresh: bool) -> Tensor:
+def want(rows, role, sizes, *, fresh):
     """The reference: groups of heads and of key features, averaged or the first kept."""
     if role == "q":
         return rows
@@ -117,7 +108,7 @@ def want(rows: Tensor, role: str, sizes: HeadSizes, *, fresh: bool) -> Tensor:
     return (features[:, :, 0] if fresh else features.mean(2)).flatten(0, 1)
 
 
-def same_tensors(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+def same_tensors(ours, theirs):
     assert ours.keys() == theirs.keys()
     for key in ours:
         assert torch.equal(ours[key], theirs[key]), key
@@ -127,7 +118,7 @@ def same_tensors(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 
 @given(hosts(), st.booleans())
-def test_shrinking_equals_the_reference_and_leaves_the_host(case: tuple[Host, HeadSizes], fresh: bool) -> None:
+def test_shrinking_equals_the_reference_and_leaves_the_host(case, fresh):
     host, sizes = case
     before = copy.deepcopy(host)
     made = reduced(host, sizes, fresh=fresh)
@@ -146,7 +137,7 @@ def test_shrinking_equals_the_reference_and_leaves_the_host(case: tuple[Host, He
 
 
 @given(hosts())
-def test_shrinking_again_changes_nothing_and_other_sizes_are_refused(case: tuple[Host, HeadSizes]) -> None:
+def test_shrinking_again_changes_nothing_and_other_sizes_are_refused(case):
     host, sizes = case
     made = reduced(host, sizes, fresh=False)
     again = reduced(made, sizes, fresh=False)
@@ -156,7 +147,7 @@ def test_shrinking_again_changes_nothing_and_other_sizes_are_refused(case: tuple
             reduced(made, sizes.full, fresh=False)
 
 
-def test_key_rows_that_fit_by_chance_are_not_taken_for_reduced_ones() -> None:
+def test_key_rows_that_fit_by_chance_are_not_taken_for_reduced_ones():
     """aft-conv's keys of 4 heads with 1 feature have as many rows as 2 heads of 2 features."""
     narrow, grouped = HeadSizes(4, 4, 2, 1, 2), HeadSizes(4, 2, 2, 2, 2)
     host = Host(LAYOUTS["separate"], narrow.full, bias=True, dtype=torch.float32, frozen=False)
@@ -165,9 +156,9 @@ def test_key_rows_that_fit_by_chance_are_not_taken_for_reduced_ones() -> None:
             reduced(reduced(host, first, fresh=True), second, fresh=True)
 
 
-def test_a_smaller_layer_is_the_same_object_with_the_same_hooks() -> None:
+def test_a_smaller_layer_is_the_same_object_with_the_same_hooks():
     host = Host(LAYOUTS["packed"], HeadSizes(4, 4, 2, 2, 2), bias=True, dtype=torch.float32, frozen=False)
-    seen: list[int] = []
+    seen = []
     layer = host.get_submodule("qkv")
     handle = layer.register_forward_hook(lambda module, args, out: seen.append(out.shape[-1]))
     made = reduced(host, HeadSizes(4, 2, 2, 2, 2), fresh=False)
@@ -180,7 +171,7 @@ def test_a_smaller_layer_is_the_same_object_with_the_same_hooks() -> None:
     assert seen == [24, 16]
 
 
-def test_head_sizes_of_an_attention() -> None:
+def test_head_sizes_of_an_attention():
     assert head_sizes("quest", 4, 8) == HeadSizes(4, 4, 8, 8, 8)
     assert head_sizes("quest+gqa(kv_heads=2)", 4, 8, 6) == HeadSizes(4, 2, 8, 8, 6)
     assert head_sizes("aft-conv", 4, 8) == HeadSizes(4, 4, 8, 1, 8)
@@ -189,7 +180,7 @@ def test_head_sizes_of_an_attention() -> None:
         head_sizes("gqa(kv_heads=3)", 4, 8)
 
 
-def test_heads_that_do_not_divide_are_refused() -> None:
+def test_heads_that_do_not_divide_are_refused():
     with pytest.raises(InputError, match="the 4 heads of a projection with 8 rows cannot be pooled into 3"):
         pool_heads(torch.zeros(8, E), 4, 3)
     with pytest.raises(InputError, match="with 10 rows"):
@@ -200,7 +191,7 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 
 
 @given(hosts())
-def test_loading_all_heads_equals_shrinking_them(case: tuple[Host, HeadSizes]) -> None:
+def test_loading_all_heads_equals_shrinking_them(case):
     host, sizes = case
     made = reduced(host, sizes, fresh=False)
     other = copy.deepcopy(made)
@@ -218,7 +209,7 @@ def test_loading_all_heads_equals_shrinking_them(case: tuple[Host, HeadSizes]) -
 
 
 @given(hosts())
-def test_loading_reduced_heads_changes_nothing(case: tuple[Host, HeadSizes]) -> None:
+def test_loading_reduced_heads_changes_nothing(case):
     host, sizes = case
     made = reduced(host, sizes, fresh=False)
     other = reduced(copy.deepcopy(host), sizes, fresh=True)
@@ -227,7 +218,7 @@ def test_loading_reduced_heads_changes_nothing(case: tuple[Host, HeadSizes]) -> 
 
 
 @given(hosts(), st.integers(1, 3), st.sampled_from([0, -1]))
-def test_a_wrong_size_is_reported_by_name(case: tuple[Host, HeadSizes], more: int, axis: int) -> None:
+def test_a_wrong_size_is_reported_by_name(case, more, axis):
     host, sizes = case
     made = reduced(host, sizes, fresh=False)
     for key, value in host.state_dict().items():
@@ -239,7 +230,7 @@ def test_a_wrong_size_is_reported_by_name(case: tuple[Host, HeadSizes], more: in
 
 
 @pytest.mark.parametrize("entry", [3, None, "text"])
-def test_an_entry_that_is_no_tensor_is_left_to_pytorch(entry: Any) -> None:
+def test_an_entry_that_is_no_tensor_is_left_to_pytorch(entry):
     sizes = HeadSizes(4, 2, 2, 2, 2)
     host = Host(LAYOUTS["packed"], sizes.full, bias=True, dtype=torch.float32, frozen=False)
     with pytest.raises(RuntimeError, match="qkv.weight"):
@@ -250,7 +241,7 @@ def test_an_entry_that_is_no_tensor_is_left_to_pytorch(entry: Any) -> None:
 
 
 @given(hosts())
-def test_rows_are_views_of_every_weight_and_bias(case: tuple[Host, HeadSizes]) -> None:
+def test_rows_are_views_of_every_weight_and_bias(case):
     host, sizes = case
     made = reduced(host, sizes, fresh=False)
     for role in "qkv":
@@ -263,9 +254,7 @@ def test_rows_are_views_of_every_weight_and_bias(case: tuple[Host, HeadSizes]) -
 
 
 @given(hosts(), st.sampled_from("qkv"), st.integers(0, 99))
-def test_scaling_multiplies_the_rows_of_each_head_and_nothing_else(
-    case: tuple[Host, HeadSizes], role: str, seed: int
-) -> None:
+def test_scaling_multiplies_the_rows_of_each_head_and_nothing_else(case, role, seed):
     host, sizes = case
     made = copy.deepcopy(reduced(host, sizes, fresh=False))
     heads = sizes.num_heads if role == "q" else sizes.kv_heads
@@ -282,7 +271,7 @@ def test_scaling_multiplies_the_rows_of_each_head_and_nothing_else(
             assert torch.equal(rows, old), name
 
 
-def test_sizes_that_do_not_fit_are_refused_before_anything_changes() -> None:
+def test_sizes_that_do_not_fit_are_refused_before_anything_changes():
     sizes = HeadSizes(4, 2, 2, 2, 2)
     host = Host(LAYOUTS["packed"] + LAYOUTS["separate"], sizes, bias=True, dtype=torch.float32, frozen=False)
     host.W_Q = nn.Linear(E, 9)
@@ -300,24 +289,24 @@ def test_sizes_that_do_not_fit_are_refused_before_anything_changes() -> None:
 class _Adapted(nn.Linear):
     """A Linear with a low-rank correction."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(E, 24)
         self.lora = nn.Linear(E, 24)
 
 
-def _pruned() -> nn.Module:
-    made: nn.Module = prune.l1_unstructured(nn.Linear(E, 24), "weight", 0.5)
+def _pruned():
+    made = prune.l1_unstructured(nn.Linear(E, 24), "weight", 0.5)
     return made
 
 
-def _subclassed() -> nn.Module:
+def _subclassed():
     """As torchao.quantization.quantize_ leaves a Linear."""
     made = nn.Linear(E, 24)
     made.weight = nn.Parameter(TwoTensor(made.weight.detach(), made.weight.detach()))
     return made
 
 
-def _quantized() -> nn.Module:
+def _quantized():
     made = nn.Linear(E, 24)
     made.weight = nn.Parameter(torch.zeros(60, 1, dtype=torch.uint8), requires_grad=False)
     return made
@@ -328,7 +317,7 @@ def _quantized() -> nn.Module:
     [lambda: nn.utils.parametrizations.weight_norm(nn.Linear(E, 24)), _pruned, _Adapted, _quantized, _subclassed],
     ids=["weight_norm", "pruned", "adapted", "quantized", "tensor subclass"],
 )
-def test_weights_made_from_others_are_refused_by_name_where_rows_would_change(make: Any) -> None:
+def test_weights_made_from_others_are_refused_by_name_where_rows_would_change(make):
     sizes = HeadSizes(4, 2, 2, 2, 2)
     host = Host(LAYOUTS["packed"], sizes.full, bias=True, dtype=torch.float32, frozen=False)
     host.qkv = layer = make()
@@ -341,7 +330,7 @@ def test_weights_made_from_others_are_refused_by_name_where_rows_would_change(ma
     assert host.qkv is layer
 
 
-def test_a_parametrized_parameter_is_refused_by_name() -> None:
+def test_a_parametrized_parameter_is_refused_by_name():
     sizes = HeadSizes(4, 2, 2, 2, 2)
     host = Host(LAYOUTS["parameters"], sizes.full, bias=True, dtype=torch.float32, frozen=False)
     nn.utils.parametrize.register_parametrization(host, "in_proj_weight", nn.Identity())
@@ -353,14 +342,14 @@ def test_a_parametrized_parameter_is_refused_by_name() -> None:
             change()
 
 
-def test_only_the_layers_of_a_role_must_be_plain() -> None:
+def test_only_the_layers_of_a_role_must_be_plain():
     sizes = HeadSizes(4, 4, 2, 2, 2)
     host = Host(LAYOUTS["separate"], sizes, bias=False, dtype=torch.float32, frozen=False)
     host.W_V = nn.utils.parametrizations.weight_norm(nn.Linear(E, 8))
     assert list(host.projections.rows(host, sizes, "q")) == ["W_Q.weight"]
 
 
-def test_a_description_that_misses_a_role_is_refused_by_name() -> None:
+def test_a_description_that_misses_a_role_is_refused_by_name():
     sizes = HeadSizes(4, 2, 2, 2, 2)
     host = Host(LAYOUTS["packed"], sizes.full, bias=True, dtype=torch.float32, frozen=False)
     with pytest.raises(UnsupportedError, match=r"projections of Host .* 'k' should be in 'qvk', of which .* none"):

@@ -1,10 +1,7 @@
 """Mechanisms of installed packages: they work like ours, and a broken package is a record with its cause."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,16 +13,14 @@ from quest_core import ConfigError, cli
 from quest_core.cli.new import copy_example
 from quest_core.registry import mechanisms, owner, packages, temporary
 
-Write = Callable[[str, str], None]
-
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
+def package(tmp_path, monkeypatch):
     """A function that installs a distribution quest-<name> whose module <name>_of_a_test has this source."""
     monkeypatch.syspath_prepend(tmp_path)
     with temporary():
 
-        def write(name: str, source: str) -> None:
+        def write(name, source):
             module = f"{name}_of_a_test"
             entry_points = {"quest.attention": {name: module}}
             write_distribution(tmp_path, f"quest-{name}", {f"{module}.py": source}, entry_points)
@@ -36,7 +31,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
             del sys.modules[module]
 
 
-def test_a_package_adds_a_mechanism(package: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_package_adds_a_mechanism(package, capsys):
     package("cosine", COSINE.format(name="cosine10"))
     q, k, v = torch.randn(3, 1, 2, 4, 8)
     want = (10 * torch.cosine_similarity(q[..., :, None, :], k[..., None, :, :], dim=-1)).softmax(-1) @ v
@@ -52,15 +47,10 @@ def test_a_package_adds_a_mechanism(package: Write, capsys: pytest.CaptureFixtur
     [
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("import missing_of_a_test", "ModuleNotFoundError: No module named 'missing_of_a_test'"),
-        (
-            COSINE.format(name="Quest"),
-            "ConfigError: .*Cosine10: name 'Quest' is taken by 'quest' of quest_core",
-        ),
+        (COSINE.format(name="Quest"), "ConfigError: .*Cosine10: name 'Quest' is taken by 'quest' of quest_core"),
     ],
 )
-def test_a_broken_package_disables_only_itself(
-    package: Write, capsys: pytest.CaptureFixture[str], source: str, cause: str
-) -> None:
+def test_a_broken_package_disables_only_itself(package, capsys, source, cause):
     package("broken", source)
     package("healthy", COSINE.format(name="cosine10"))
     assert "cosine10" in quest_core.list_mechanisms()
@@ -70,7 +60,7 @@ def test_a_broken_package_disables_only_itself(
     assert "Not usable: quest-broken 1.2" in capsys.readouterr().out
 
 
-def test_in_tree_names_import_no_package(package: Write) -> None:
+def test_in_tree_names_import_no_package(package):
     package("unread", "raise AssertionError")
     quest_core.AttentionConfig.parse("quest+gqa(kv_heads=2)")
     assert "unread_of_a_test" not in sys.modules
@@ -79,7 +69,7 @@ def test_in_tree_names_import_no_package(package: Write) -> None:
 # --- quest new-mechanism ----------------------------------------------------------------------------------------------
 
 
-def test_new_mechanism_copies_the_example_under_another_name(tmp_path: Path) -> None:
+def test_new_mechanism_copies_the_example_under_another_name(tmp_path):
     assert cli.main(["new-mechanism", "my-own", "--out", str(tmp_path)]) == 0
     folder = tmp_path / "quest-my-own"
     left = [path for path in folder.rglob("*") if path.is_file() and "power" in f"{path}{path.read_text()}".lower()]
@@ -90,13 +80,13 @@ def test_new_mechanism_copies_the_example_under_another_name(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("kind", "name"), [("plugin", "core"), ("mechanism", "timm"), ("mechanism", "gqa")])
-def test_names_that_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, name: str) -> None:
+def test_names_that_are_taken(tmp_path, capsys, kind, name):
     assert cli.main([f"new-{kind}", name, "--out", str(tmp_path)]) != 0
     assert "already; choose another" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_page_shows_the_example() -> None:
+def test_the_page_shows_the_example():
     root = Path(__file__).parents[1]
     page = (root / "docs" / "writing-a-mechanism.md").read_text()
     source = (root / "examples/third_party_mechanism/src/quest_power/__init__.py").read_text()
@@ -106,13 +96,13 @@ def test_the_page_shows_the_example() -> None:
 
 
 @pytest.mark.parametrize("name", ["Mine", "a_b", "quest-own", "true", ""])
-def test_names_that_cannot_be_copied_to(tmp_path: Path, name: str) -> None:
+def test_names_that_cannot_be_copied_to(tmp_path, name):
     with pytest.raises(ConfigError, match="expected lower-case letters"):
         copy_example("third_party_mechanism", "power", name, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_existing_folder_is_left_as_it_was(tmp_path: Path) -> None:
+def test_an_existing_folder_is_left_as_it_was(tmp_path):
     (tmp_path / "quest-own").mkdir()
     with pytest.raises(ConfigError, match="'.*quest-own' exists"):
         copy_example("third_party_mechanism", "power", "own", tmp_path)

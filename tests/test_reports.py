@@ -1,16 +1,12 @@
 """Situations that people reported of other libraries: each gives what PyTorch gives, or an error with the reason."""
 
-from __future__ import annotations
-
 import itertools
 import logging
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import quest_core
@@ -19,11 +15,11 @@ import quest_core
 class Model(nn.Module):
     """Self-attention with a padding mask: a module of torch.nn, a layer of ours, a call of PyTorch, or written out."""
 
-    def __init__(self, kind: str, attention: str) -> None:
+    def __init__(self, kind, attention):
         super().__init__()
         self.kind = kind
         self.qkv = nn.Linear(16, 48)
-        self.inner: Any = None
+        self.inner = None
         if kind == "layer":
             self.inner = quest_core.Attention(16, 2, attention=attention)
         elif kind in ("multihead", "weights"):
@@ -33,7 +29,7 @@ class Model(nn.Module):
             self.inner = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
             quest_core.inject(self, attention)
 
-    def forward(self, x: Tensor, padding: Tensor) -> Tensor:  # [B, N, 16], [B, N] -> [B, N, 16]
+    def forward(self, x, padding):  # [B, N, 16], [B, N] -> [B, N, 16]
         if self.kind == "layer":
             return self.inner(x, key_mask=~padding)
         if self.kind == "multihead":
@@ -50,14 +46,14 @@ class Model(nn.Module):
         return out.transpose(1, 2).flatten(2)
 
 
-def model(kind: str, attention: str) -> nn.Module:
+def model(kind, attention):
     made = Model(kind, attention).eval()
     if kind in ("call", "written"):
         quest_core.inject(made, attention, example=inputs(2, 5))
     return made
 
 
-def inputs(batch: int, tokens: int) -> tuple[Tensor, Tensor]:
+def inputs(batch, tokens):
     padding = torch.zeros(batch, tokens, dtype=torch.bool)
     padding[-1, tokens - 1 :] = tokens > 1
     return torch.randn(batch, tokens, 16), padding
@@ -70,14 +66,14 @@ def inputs(batch: int, tokens: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("attention", ["standard", "quest", "qknorm", "quest+sigmoid"])
 @pytest.mark.parametrize("kind", ["multihead", "weights", "encoder", "layer", "call", "written"])
 @pytest.mark.parametrize("sizes", [(1, 5), (2, 5), (2, 1), (1, 1)], ids=str)
-def test_onnx_keeps_every_axis_dynamic(kind: str, attention: str, sizes: tuple[int, int], tmp_path: Path) -> None:
+def test_onnx_keeps_every_axis_dynamic(kind, attention, sizes, tmp_path):
     """An example of one sample, or of one token, fixed that size in the exported graph."""
     import onnxruntime
 
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     made = model(kind, attention)
     axes = {0: "batch", 1: "tokens"}
-    options: dict[str, Any] = {"dynamo": True, "dynamic_shapes": (axes, axes), "verbose": False}
+    options = {"dynamo": True, "dynamic_shapes": (axes, axes), "verbose": False}
     # PyTorch fixes the 1 where these broadcast.
     broadcasts = attention == "quest+sigmoid" or (attention == "qknorm" and kind != "written")
     if (sizes[1] == 1 and broadcasts) or (kind, sizes) == ("weights", (1, 1)):
@@ -98,10 +94,10 @@ def test_onnx_keeps_every_axis_dynamic(kind: str, attention: str, sizes: tuple[i
 
 @pytest.mark.needs_torch("2.6", "torch.onnx.export(dynamo=True)")
 @pytest.mark.parametrize("sizes", [(1, 5), (5, 1)], ids=str)
-def test_onnx_refuses_an_example_of_one_query_or_one_key(sizes: tuple[int, int]) -> None:
+def test_onnx_refuses_an_example_of_one_query_or_one_key(sizes):
     q, k = (torch.randn(2, 2, tokens, 8) for tokens in sizes)
     made = quest_core.Mechanism("quest+sigmoid", num_heads=2, head_dim=8)
-    shapes: Any = ({2: "queries"}, {2: "keys"}, {2: "keys"})
+    shapes = ({2: "queries"}, {2: "keys"}, {2: "keys"})
     with pytest.raises(Exception, match="example of one token"):
         torch.onnx.export(made, (q, k, k), dynamo=True, dynamic_shapes=shapes, verbose=False)
 
@@ -109,15 +105,15 @@ def test_onnx_refuses_an_example_of_one_query_or_one_key(sizes: tuple[int, int])
 @pytest.mark.parametrize("attention", ["standard", "quest", "qknorm-hs", "quest+sigmoid"])
 @pytest.mark.parametrize("kind", ["multihead", "encoder", "layer", "call"])
 @pytest.mark.drawn(4)
-def test_a_batch_whose_size_only_the_run_knows_is_exported(kind: str, attention: str) -> None:
+def test_a_batch_whose_size_only_the_run_knows_is_exported(kind, attention):
     """pytorch#180202: torch.export asked whether there is one sample, or none."""
 
     class Chosen(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.inner = model(kind, attention)
 
-        def forward(self, x: Tensor, padding: Tensor, chosen: Tensor) -> Tensor:
+        def forward(self, x, padding, chosen):
             return self.inner(x[chosen], padding[chosen])
 
     made, given = Chosen().eval(), inputs(4, 5)
@@ -132,7 +128,7 @@ def test_a_batch_whose_size_only_the_run_knows_is_exported(kind: str, attention:
 
 @pytest.mark.parametrize("attention", ["standard", "quest", "quest+sigmoid", "qnorm+gqa(kv_heads=2)"])
 @pytest.mark.parametrize("bias", [causal_lower_right, causal_upper_left])
-def test_the_causal_biases_of_torch_are_masks(attention: str, bias: Any) -> None:
+def test_the_causal_biases_of_torch_are_masks(attention, bias):
     """`torch.nn.attention.bias` has masks that are subclasses of Tensor."""
     q, k, v = torch.randn(2, 2, 4, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
     mask = bias(4, 6)
@@ -142,7 +138,7 @@ def test_the_causal_biases_of_torch_are_masks(attention: str, bias: Any) -> None
 
 
 class Shapes(nn.Module):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+    def forward(self, q, k, v, mask=None, **options):
         return F.scaled_dot_product_attention(q, k, v, mask, **options)
 
 
@@ -172,7 +168,7 @@ SHAPES = {
 }
 
 
-def broadcasting(full: torch.Size) -> list[tuple[int, ...]]:
+def broadcasting(full):
     """Return every shape of two or more axes that broadcasts to `full`."""
     axes = ((1, n) if n > 1 else (n,) for n in full)
     return [shape[drop:] for shape in itertools.product(*axes) for drop in range(len(full) - 1)]
@@ -181,7 +177,7 @@ def broadcasting(full: torch.Size) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("attention", ["standard", "quest", "quest+sigmoid"])
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.drawn(22)
-def test_a_routed_call_takes_the_shapes_of_stock(attention: str, name: str) -> None:
+def test_a_routed_call_takes_the_shapes_of_stock(attention, name):
     """With masks of every shape that broadcasts: pytorch#120810, #178207, onnxscript#2558."""
     q, k, v = (torch.randn(shape) for shape in (*SHAPES[name], SHAPES[name][1])[:3])
     options = {"enable_gqa": True} if "gqa" in name else {}
@@ -208,21 +204,21 @@ def test_a_routed_call_takes_the_shapes_of_stock(attention: str, name: str) -> N
             torch.testing.assert_close(found, host.nan_to_num(0))
 
 
-def test_nested_tensors_are_refused_when_the_attention_is_injected() -> None:
+def test_nested_tensors_are_refused_when_the_attention_is_injected():
     """They were refused at the first call after it."""
     q = torch.nested.nested_tensor([torch.randn(3, 2, 8), torch.randn(5, 2, 8)], layout=torch.jagged).transpose(1, 2)
     with pytest.raises(quest_core.UnsupportedError, match="nested"):
         quest_core.inject(nn.Sequential(Shapes()), "quest", example=lambda m: m[0](q, q, q))
 
 
-def test_attention_with_projections_of_the_host_is_not_left_silently() -> None:
+def test_attention_with_projections_of_the_host_is_not_left_silently():
     """PyTorch Geometric's TransformerConv has a class Linear of its own, and stayed standard without a word."""
 
     class Linear(nn.Module):
         pass
 
     class TransformerConv(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.heads, self.lin_key, self.lin_query = 2, Linear(), Linear()
 
@@ -234,15 +230,15 @@ def test_attention_with_projections_of_the_host_is_not_left_silently() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_site_without_parameters_follows_the_model(dtype: torch.dtype) -> None:
+def test_a_site_without_parameters_follows_the_model(dtype):
     """x-transformers' Attend has none, so its mechanism has no parameter of the host to follow."""
 
     class Block(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.qkv, self.attend = nn.Linear(16, 48), Shapes()
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
             return self.attend(q, k, v)
 
@@ -257,15 +253,15 @@ def test_a_site_without_parameters_follows_the_model(dtype: torch.dtype) -> None
 @pytest.mark.parametrize("attention", ["standard", "quest", "qknorm-hs", "quest+sigmoid", "linear", "aft-simple"])
 @pytest.mark.parametrize("kind", ["multihead", "layer", "call"])
 @pytest.mark.drawn(6)
-def test_torch_fx_traces_a_model(kind: str, attention: str) -> None:
+def test_torch_fx_traces_a_model(kind, attention):
     """Feature extraction of torchvision traces models symbolically; a mechanism is a leaf of the graph."""
 
     class Outer(nn.Module):  # a site is a leaf; its model is not
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.site = model(kind, attention)
 
-        def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        def forward(self, x, padding):
             return self.site(x, padding) + x
 
     made = Outer()
@@ -287,15 +283,15 @@ HELPERS = {
 @pytest.mark.parametrize("attention", ["qknorm-hs", "qknorm", "quest", "quest+sigmoid"])
 @pytest.mark.parametrize("helper", HELPERS)
 @pytest.mark.drawn(5)
-def test_a_helper_that_is_compiled_gives_what_it_gives_uncompiled(helper: str, attention: str, backend: str) -> None:
+def test_a_helper_that_is_compiled_gives_what_it_gives_uncompiled(helper, attention, backend):
     """The mode of a site went through its own call again inside of a compiled helper, whose graph calls functions."""
 
     class Block(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.qkv, self.helper = nn.Linear(16, 48), lambda q, k, v: HELPERS[helper](q, k, v) * 1.0
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.helper(*self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4))
 
     made, x = Block().eval(), torch.randn(2, 5, 16)
@@ -308,7 +304,7 @@ def test_a_helper_that_is_compiled_gives_what_it_gives_uncompiled(helper: str, a
     torch.testing.assert_close(made(x), expected)
 
 
-def test_attributes_that_tools_read_stay_true() -> None:
+def test_attributes_that_tools_read_stay_true():
     """peft's LoRA asks an nn.MultiheadAttention whether queries, keys and values have one width."""
     made, _ = quest_core.inject(nn.Sequential(nn.MultiheadAttention(16, 2)), "quest")
     assert made[0]._qkv_same_embed_dim
@@ -321,23 +317,23 @@ def test_attributes_that_tools_read_stay_true() -> None:
 MIXED = ["standard", "quest", "qknorm-hs", "quest+sigmoid", "qnorm+gqa(kv_heads=1)"]
 
 
-def injected(attention: str, **options: Any) -> nn.Module:
+def injected(attention, **options):
     made, _ = quest_core.inject(nn.Sequential(nn.MultiheadAttention(16, 2, **options)), attention)
     return made.eval()
 
 
 @pytest.mark.parametrize("attention", MIXED)
-def test_what_is_put_on_the_output_projection_acts_and_trains(attention: str) -> None:
+def test_what_is_put_on_the_output_projection_acts_and_trains(attention):
     """pytorch#78109, helical#405, pytorch#118165: stock reads the weight of out_proj, and never calls the module."""
     from torch.ao.quantization import default_weight_fake_quant
 
     class Adapter(nn.Module):
-        def __init__(self, base: nn.Module) -> None:
+        def __init__(self, base):
             super().__init__()
             self.base, self.added = base, nn.Linear(16, 16)
             self.weight, self.bias = base.weight, base.bias
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.base(x) + self.added(x)
 
     (made,), x, seen = injected(attention), torch.randn(5, 2, 16), []
@@ -356,7 +352,7 @@ def test_what_is_put_on_the_output_projection_acts_and_trains(attention: str) ->
 
 @pytest.mark.parametrize("attention", MIXED)
 @pytest.mark.parametrize("nested", [True, False])
-def test_an_encoder_keeps_columns_that_are_padding_everywhere(attention: str, nested: bool) -> None:
+def test_an_encoder_keeps_columns_that_are_padding_everywhere(attention, nested):
     """pytorch#97111: the encoder cut the last tokens off where all samples were padded."""
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     made = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested).eval()
@@ -371,7 +367,7 @@ def test_an_encoder_keeps_columns_that_are_padding_everywhere(attention: str, ne
 
 
 @pytest.mark.parametrize("attention", MIXED)
-def test_weights_are_assigned_to_a_model_on_the_meta_device(attention: str) -> None:
+def test_weights_are_assigned_to_a_model_on_the_meta_device(attention):
     """pytorch#105963 and accelerate's big models: nothing may stay on the meta device."""
     trained = injected(attention)
     with torch.device("meta"):

@@ -1,7 +1,5 @@
 """Promises that the repository makes as a whole: what every plugin ships, what imports what, what ./dev can do."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -10,10 +8,9 @@ import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -34,15 +31,15 @@ HOSTS = [environments.home(name) for name in environments.hosts() if name != "qu
 on_hosts = pytest.mark.parametrize("plugin", HOSTS, ids=lambda p: p.name)
 
 
-def package(plugin: Path) -> str:
+def package(plugin):
     return plugin.name.replace("-", "_")
 
 
-def project(folder: Path) -> dict[str, Any]:
+def project(folder):
     return tomllib.loads((folder / "pyproject.toml").read_text())["project"]
 
 
-def top_level_imports(path: Path) -> Iterator[str]:
+def top_level_imports(path):
     """The first name of every absolute import in a file, wherever in the file it stands."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -54,7 +51,7 @@ def top_level_imports(path: Path) -> Iterator[str]:
 # --- what git holds ---------------------------------------------------------------------------------------------------
 
 
-def test_git_holds_no_generated_file() -> None:
+def test_git_holds_no_generated_file():
     """Reports are made from results.parquet and run.json, by `quest bench report` or with the site."""
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     made = re.compile(r"(^|/)(report\.(html|md)|report/[^/]*\.(png|svg)|vega[^/]*\.js)$|(^|/)(dist|site|\.cache)/")
@@ -65,7 +62,7 @@ def test_git_holds_no_generated_file() -> None:
 
 
 @on_hosts
-def test_a_host_plugin_has_every_part_of_the_layout(plugin: Path) -> None:
+def test_a_host_plugin_has_every_part_of_the_layout(plugin):
     source = f"src/{package(plugin)}"
     parts = ["pyproject.toml", "constraints.txt", "README.md", "tests"]
     parts += [f"{source}/{name}.py" for name in ("__init__", "adapter")]
@@ -73,7 +70,7 @@ def test_a_host_plugin_has_every_part_of_the_layout(plugin: Path) -> None:
 
 
 @on_hosts
-def test_entry_points_name_things_that_exist(plugin: Path) -> None:
+def test_entry_points_name_things_that_exist(plugin):
     groups = project(plugin)["entry-points"]
     assert len(set(groups["quest.adapters"].values())) == 1
     tasks = project(ROOT / "plugins" / "quest-suites")["entry-points"]
@@ -96,7 +93,7 @@ def test_entry_points_name_things_that_exist(plugin: Path) -> None:
 
 
 @on_hosts
-def test_a_plugin_pins_its_environment_and_not_its_users(plugin: Path) -> None:
+def test_a_plugin_pins_its_environment_and_not_its_users(plugin):
     assert re.search(r"^torch==", (plugin / "constraints.txt").read_text(), re.MULTILINE)
     extras = project(plugin)["optional-dependencies"]
     assert {"host", "test"} <= extras.keys()
@@ -104,7 +101,7 @@ def test_a_plugin_pins_its_environment_and_not_its_users(plugin: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", [p.parent for p in PROJECTS], ids=lambda p: p.name)
-def test_a_wheel_carries_licence_types_and_links(folder: Path) -> None:
+def test_a_wheel_carries_licence_types_and_links(folder):
     """Checks the files and settings that hatchling reads; hatchling itself is not in the environment."""
     about, core, source = project(folder), project(ROOT), folder / "src" / package(folder)
     assert about["license"] == core["license"]
@@ -120,18 +117,18 @@ def test_a_wheel_carries_licence_types_and_links(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", [ROOT, *(p.parent for p in PROJECTS)], ids=lambda p: p.name)
-def test_dependencies_are_ranges_not_pins(folder: Path) -> None:
+def test_dependencies_are_ranges_not_pins(folder):
     assert [r for r in project(folder).get("dependencies", []) if re.search(r"===?", r)] == []
 
 
-def test_every_distribution_has_the_version_of_the_core_and_a_change_log() -> None:
+def test_every_distribution_has_the_version_of_the_core_and_a_change_log():
     release = runpy.run_path(str(ROOT / "release" / "build.py"), run_name="release")
     release["check_versions"]()
     assert {project(p.parent)["version"] for p in PROJECTS} == {quest_core.__version__}
     assert f"version: {quest_core.__version__}" in (ROOT / "CITATION.cff").read_text()
 
 
-def test_a_version_is_written_everywhere(tmp_path: Path) -> None:
+def test_a_version_is_written_everywhere(tmp_path):
     for path in (ROOT / "quest_core" / "__init__.py", ROOT / "CHANGELOG.md", *(p for p in PROJECTS)):
         copy = tmp_path / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -145,12 +142,12 @@ def test_a_version_is_written_everywhere(tmp_path: Path) -> None:
         release["check_versions"]()
 
 
-def test_pre_commit_and_ci_use_the_same_ruff() -> None:
+def test_pre_commit_and_ci_use_the_same_ruff():
     (version,) = re.findall(r"^ruff==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert f"rev: v{version}" in (ROOT / ".pre-commit-config.yaml").read_text()
 
 
-def test_workflows_call_commands_of_dev_that_exist() -> None:
+def test_workflows_call_commands_of_dev_that_exist():
     text = "".join(path.read_text() for path in (ROOT / ".github" / "workflows").glob("*.yml"))
     help_ = subprocess.run([sys.executable, ROOT / "dev", "--help"], capture_output=True, text=True, check=True).stdout
     used = set(re.findall(r"(?:\./|python3 )dev ([\w-]+)", text))
@@ -161,7 +158,7 @@ def test_workflows_call_commands_of_dev_that_exist() -> None:
 # --- imports --------------------------------------------------------------------------------------------------------
 
 
-def test_core_depends_on_torch_and_packaging() -> None:
+def test_core_depends_on_torch_and_packaging():
     allowed = {*sys.stdlib_module_names, "quest_core", "torch", "packaging"}
     extras = {  # `test`, `watch`, and what runs inside of a host
         "testing": {"pytest", "hypothesis"},
@@ -178,7 +175,7 @@ def test_core_depends_on_torch_and_packaging() -> None:
     assert foreign == set()
 
 
-def test_import_contracts_cover_every_plugin() -> None:
+def test_import_contracts_cover_every_plugin():
     linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     _, core, independent, without_bench, *_ = linter["contracts"]
     packages = {package(p.parent) for p in PROJECTS}
@@ -191,7 +188,7 @@ def test_import_contracts_cover_every_plugin() -> None:
 # --- tests and tools ------------------------------------------------------------------------------------------------
 
 
-def test_no_mechanism_is_known_by_its_name_or_class() -> None:
+def test_no_mechanism_is_known_by_its_name_or_class():
     """What core and plugins ask of a mechanism is declared in its class, or seen in what its module does."""
     names = set(quest_core.list_mechanisms())
     files = [path for path in (ROOT / "quest_core/mechanisms").glob("*.py") if path.stem != "base"]
@@ -215,7 +212,7 @@ def test_no_mechanism_is_known_by_its_name_or_class() -> None:
     assert found == []
 
 
-def test_cuda_tests_live_where_dev_gpu_looks() -> None:
+def test_cuda_tests_live_where_dev_gpu_looks():
     folders = [ROOT / "tests", ROOT / "integration_tests", *(p.parent / "tests" for p in PROJECTS)]
     marked = [
         str(path.relative_to(ROOT))
@@ -226,28 +223,27 @@ def test_cuda_tests_live_where_dev_gpu_looks() -> None:
     assert [path for path in marked if not path.startswith("integration_tests/gpu/")] == []
 
 
-def test_dev_needs_nothing_but_the_standard_library() -> None:
+def test_dev_needs_nothing_but_the_standard_library():
     own = {"devtools", "integration_tests"}
     for name in ("dev", "integration_tests/gpu/command.py", "devtools/environments.py", "devtools/running.py"):
         assert set(top_level_imports(ROOT / name)) - own <= sys.stdlib_module_names, name
 
 
-def dev(*arguments: object) -> subprocess.CompletedProcess[str]:
+def dev(*arguments):
     # -I and -S: no site-packages, as on a machine where nothing is installed yet.
     command = [sys.executable, *(() if "gpu" in arguments else ("-I", "-S")), str(ROOT / "dev"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_dev_help_teaches_every_command() -> None:
+def test_dev_help_teaches_every_command():
     text = dev("--help").stdout
     for name in ("setup", "lint", "test", "demo", "docs", "install-test", "release", "gpu", "gpu fetch"):
         assert f"./dev {name}" in text
     assert "no command 'tset'" in dev("tset").stderr
 
 
-def test_sessions_and_environments_are_those_of_the_help() -> None:
+def test_sessions_and_environments_are_those_of_the_help():
     sessions = re.search(r"SESSIONS = (\(.*\))", (ROOT / "dev").read_text())
-    assert sessions
     defined = re.findall(r"^@nox\.session\ndef (\w+)", (ROOT / "noxfile.py").read_text(), re.MULTILINE)
     assert set(ast.literal_eval(sessions[1])) == set(defined)
     assert json.loads(dev("environments").stdout) == ["core", *environments.hosts()]
@@ -269,17 +265,17 @@ def test_sessions_and_environments_are_those_of_the_help() -> None:
         ("global.cert='/c.pem'", {"SSL_CERT_FILE": "/d.pem"}, {}),
     ],
 )
-def test_uv_installs_from_where_pip_does(said: str, environ: dict[str, str], wanted: dict[str, str]) -> None:
+def test_uv_installs_from_where_pip_does(said, environ, wanted):
     """noxfile.py imports nox, which the core's environment lacks: only the function is read."""
     tree = ast.parse((ROOT / "noxfile.py").read_text())
     tree.body = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name in ("is_missing", "uv_settings")]
-    names: dict[str, Any] = {"ast": ast, "re": re, "Path": Path, "Mapping": Mapping, "ROOT": ROOT, "running": running}
+    names = {"ast": ast, "re": re, "Path": Path, "Mapping": Mapping, "ROOT": ROOT, "running": running}
     exec(compile(tree, "noxfile.py", "exec"), names)
     settings = names["uv_settings"](said, environ | {"XDG_CACHE_HOME": str(ROOT)})
     assert settings == wanted | {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_PYTHON_DOWNLOADS": "never"}
 
 
-def test_dev_gpu_says_what_it_needs(tmp_path: Path) -> None:
+def test_dev_gpu_says_what_it_needs(tmp_path):
     for arguments, said in (((), "FOLDER"), (("--all",), "FOLDER"), ((tmp_path, "quest-nothing"), "quest-nothing")):
         done = dev("gpu", "fetch", *arguments)
         assert done.returncode == 1
@@ -291,7 +287,7 @@ def test_dev_gpu_says_what_it_needs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU whose absence is tested")
-def test_dev_gpu_without_a_gpu_runs_the_cpus_part_and_says_so() -> None:
+def test_dev_gpu_without_a_gpu_runs_the_cpus_part_and_says_so():
     done = dev("gpu", "integration_tests/gpu/test_table.py", "-k", "suite_of_quest_bench")
     assert done.returncode == 77, done.stdout + done.stderr
     assert "2 passed, 0 failed" in done.stdout
@@ -299,7 +295,7 @@ def test_dev_gpu_without_a_gpu_runs_the_cpus_part_and_says_so() -> None:
     assert "were not run" in done.stderr
 
 
-def test_environments_for_a_gpu_see_pytorch_and_not_its_neighbours(tmp_path: Path) -> None:
+def test_environments_for_a_gpu_see_pytorch_and_not_its_neighbours(tmp_path):
     assert gpu.link_pytorch(tmp_path)
     code = "import importlib.util, torch; torch.ones(2) @ torch.ones(2); print(importlib.util.find_spec('pytest'))"
     command = [sys.executable, "-S", "-c", code]
@@ -308,7 +304,7 @@ def test_environments_for_a_gpu_see_pytorch_and_not_its_neighbours(tmp_path: Pat
     assert done.stdout == "None\n", done.stderr
 
 
-def test_the_core_is_tested_with_the_oldest_pytorch_it_declares() -> None:
+def test_the_core_is_tested_with_the_oldest_pytorch_it_declares():
     (declared,) = (r for r in project(ROOT)["dependencies"] if r.startswith("torch"))
     made = environments.environment("core-oldest")
     assert made.requirements == ("-e", f"{ROOT}[test,dev,docs]")
@@ -317,7 +313,7 @@ def test_the_core_is_tested_with_the_oldest_pytorch_it_declares() -> None:
     assert "core-newest" in environments.further()
 
 
-def test_a_path_chooses_the_environments_of_its_own() -> None:
+def test_a_path_chooses_the_environments_of_its_own():
     core, mmseg, other = (
         str(ROOT / path) for path in ("tests/test_config.py", "plugins/quest-mmseg/tests", "integration_tests/gpu")
     )
@@ -331,7 +327,7 @@ def test_a_path_chooses_the_environments_of_its_own() -> None:
     assert not environments.selection(["--co"], everywhere=True)
 
 
-def test_an_integration_test_runs_in_the_environment_that_it_declares() -> None:
+def test_an_integration_test_runs_in_the_environment_that_it_declares():
     folder = ROOT / "integration_tests"
     assert environments.owner(folder / "gpu" / "test_pointcept_patches.py") == "quest-pointcept"
     hosts = {name.replace("-", "_") for name in environments.hosts()}
@@ -340,7 +336,7 @@ def test_an_integration_test_runs_in_the_environment_that_it_declares() -> None:
         assert imported <= {environments.owner(path).replace("-", "_")}, path
 
 
-def test_plugins_are_tested_with_what_the_core_is_tested_with() -> None:
+def test_plugins_are_tested_with_what_the_core_is_tested_with():
     """`minversion` of the root's settings holds for their suites too."""
     for plugin in HOSTS:
         needed = project(plugin)["optional-dependencies"]["test"]
@@ -372,7 +368,7 @@ def test_some(case): print("drawn", case)
 
 
 @pytest.mark.slow
-def test_every_run_draws_anew_and_says_what_repeats_it(tmp_path: Path) -> None:
+def test_every_run_draws_anew_and_says_what_repeats_it(tmp_path):
     (tmp_path / "test_it.py").write_text(DRAWING)
     runs = [run_pytest(tmp_path, "-s", "-m", "not slow", QUEST_TEST_SEED=seed).stdout for seed in ("", "", "7", "7")]
     drawn = [re.findall(r"drawn .*", run) for run in runs]
@@ -393,15 +389,13 @@ def test_every_run_draws_anew_and_says_what_repeats_it(tmp_path: Path) -> None:
         (f"{versions.PREFIX} it", "1", "skipped"),
     ],
 )
-def test_skips_need_a_reason_and_can_be_forbidden(
-    reason: str, no_skip: str, outcome: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_skips_need_a_reason_and_can_be_forbidden(reason, no_skip, outcome, monkeypatch):
     monkeypatch.setenv("QUEST_NO_SKIP", no_skip)
-    report: Any = SimpleNamespace(outcome="skipped", longrepr=("test_it.py", 1, f"Skipped: {reason}"))
+    report = SimpleNamespace(outcome="skipped", longrepr=("test_it.py", 1, f"Skipped: {reason}"))
     assert pytest_plugin._examine(report).outcome == outcome
 
 
-def test_the_processes_of_a_command_end_with_it(tmp_path: Path) -> None:
+def test_the_processes_of_a_command_end_with_it(tmp_path):
     script = "import subprocess, sys; print(subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL).pid)"
     assert running.run([sys.executable, "-c", script], tmp_path / "log") == 0
     pid = int((tmp_path / "log").read_text().split()[-1])
@@ -411,7 +405,7 @@ def test_the_processes_of_a_command_end_with_it(tmp_path: Path) -> None:
         time.sleep(0.1)
 
 
-def run_pytest(folder: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_pytest(folder, *options, **variables):
     """pytest with the plugin on the files of a folder."""
     plugins = ("-p", "quest_core.testing.pytest_plugin", "-p", "devtools.pytest_plugin")
     command = [sys.executable, "-m", "pytest", *plugins, "--rootdir", ".", *options]

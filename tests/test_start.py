@@ -1,7 +1,5 @@
 """`init` and `key_init`: the norms that queries and keys of a fresh model start with."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path
@@ -11,20 +9,19 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 import quest_core
 from devtools.configs import with_start
 from quest_core import MultiheadAttention
 from quest_core.errors import CheckpointError, ConfigError, InjectionError
-from quest_core.projections import Projected
 
 
-def norms(part: Projected, role: str) -> Tensor:
+def norms(part, role):
     return part.projections.norms(part, part.head_sizes, role)
 
 
-def encoder() -> nn.Module:
+def encoder():
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
@@ -38,16 +35,14 @@ def encoder() -> nn.Module:
     init=st.floats(1e-3, 1e3),
     key_init=st.floats(1e-3, 1e3),
 )
-def test_expected_norms_are_those_asked_for(
-    spec: str, groups: int, share: int, head_dim: int, bias: bool, init: float, key_init: float
-) -> None:
+def test_expected_norms_are_those_asked_for(spec, groups, share, head_dim, bias, init, key_init):
     config = {"name": spec, "init": init, "key_init": key_init} | ({"kv_heads": groups} if "gqa" in spec else {})
     layer = quest_core.Attention(8, groups * share, config, head_dim=head_dim, bias=bias)
     assert norms(layer, "q").tolist() == pytest.approx([init] * groups * share, rel=1e-5)
     assert norms(layer, "k").tolist() == pytest.approx([key_init] * layer.kv_heads, rel=1e-5)
 
 
-def test_the_expectation_is_that_of_layer_normed_inputs() -> None:
+def test_the_expectation_is_that_of_layer_normed_inputs():
     torch.manual_seed(0)
     layer = quest_core.Attention(256, 4, "quest(init=6)")
     x = F.layer_norm(torch.randn(64, 50, 256), (256,))
@@ -55,7 +50,7 @@ def test_the_expectation_is_that_of_layer_normed_inputs() -> None:
     assert q.square().sum(-1).mean().sqrt().item() == pytest.approx(6, rel=0.03)
 
 
-def test_only_the_lengths_of_heads_change() -> None:
+def test_only_the_lengths_of_heads_change():
     torch.manual_seed(0)
     plain = quest_core.Attention(32, 4, "quest")
     torch.manual_seed(0)
@@ -69,13 +64,13 @@ def test_only_the_lengths_of_heads_change() -> None:
             assert torch.equal(started.state_dict()[name], value)
 
 
-def test_qnorm_counts_on_its_keys() -> None:
+def test_qnorm_counts_on_its_keys():
     layer = quest_core.Attention(32, 4, "qnorm(init=5, query_init=2)")
     assert norms(layer, "k").tolist() == pytest.approx([5] * 4)
     assert norms(layer, "q").tolist() == pytest.approx([2] * 4)
 
 
-def test_without_the_options_nothing_changes() -> None:
+def test_without_the_options_nothing_changes():
     torch.manual_seed(0)
     stock = encoder()
     before = copy.deepcopy(stock.state_dict())
@@ -84,7 +79,7 @@ def test_without_the_options_nothing_changes() -> None:
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
 
 
-def test_a_model_that_may_be_trained_is_refused_untouched() -> None:
+def test_a_model_that_may_be_trained_is_refused_untouched():
     model = encoder()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ConfigError, match=r"quest\(init=5\.0\).*fresh=True.*calibrate"):
@@ -94,7 +89,7 @@ def test_a_model_that_may_be_trained_is_refused_untouched() -> None:
 
 
 @pytest.mark.parametrize("attention_from", [None, "standard"])
-def test_trained_weights_of_another_attention_are_refused(attention_from: str | None) -> None:
+def test_trained_weights_of_another_attention_are_refused(attention_from):
     """They would stay as they are, and the option would do nothing."""
     model, _ = quest_core.inject(encoder(), "quest(init=12)", fresh=True, attention_from=attention_from)
     before = {name: x.clone() for name, x in model.state_dict().items()}
@@ -104,13 +99,13 @@ def test_trained_weights_of_another_attention_are_refused(attention_from: str | 
     model.load_state_dict(quest_core.inject(encoder(), "quest")[0].state_dict())  # of a run with or without it
 
 
-def test_a_function_has_no_start() -> None:
+def test_a_function_has_no_start():
     q = torch.randn(1, 2, 3, 8)
     with pytest.raises(ConfigError, match="a Mechanism does not have"):
         quest_core.attention(q, q, q, "quest(init=5)")
 
 
-def test_a_reset_starts_again() -> None:
+def test_a_reset_starts_again():
     layer = MultiheadAttention(32, 4, attention="quest(init=5)")
     layer._reset_parameters()
     assert norms(layer, "q").tolist() == pytest.approx([5] * 4)
@@ -120,7 +115,7 @@ def test_a_reset_starts_again() -> None:
 
 
 @pytest.mark.parametrize("spec", ["qknorm", "qknorm-hs", "quest+dgqa(kv_heads=2)"])
-def test_a_reset_starts_what_a_mechanism_learns_and_keeps(spec: str) -> None:
+def test_a_reset_starts_what_a_mechanism_learns_and_keeps(spec):
     """Hosts reset their layers between the folds of a cross-validation, and after `to_empty`."""
     layer, fresh = (MultiheadAttention(32, 4, attention=spec) for _ in range(2))
     own = list(layer.mechanism.parameters())
@@ -132,14 +127,14 @@ def test_a_reset_starts_what_a_mechanism_learns_and_keeps(spec: str) -> None:
     assert all(x is y for x, y in zip(own, layer.mechanism.parameters(), strict=True))
 
 
-def test_the_report_says_where_queries_start() -> None:
+def test_the_report_says_where_queries_start():
     _, report = quest_core.inject(encoder(), "quest(init=5)", fresh=True)
     assert "queries start with norms 5 to 5" in str(report)
     assert "‖q‖ 5" in report.table()
     assert "norm" not in str(quest_core.inject(encoder(), "quest")[1])
 
 
-def test_a_misspelt_start_is_named() -> None:
+def test_a_misspelt_start_is_named():
     with pytest.raises(ConfigError, match="did you mean 'key_init'"):
         quest_core.inject(encoder(), "quest(keyinit=5)", fresh=True)
     with pytest.raises(ConfigError, match="init"):
@@ -151,7 +146,7 @@ def test_a_misspelt_start_is_named() -> None:
 
 
 @pytest.mark.parametrize(("optimizer", "power"), [(torch.optim.SGD, 2), (torch.optim.Adam, 1)])
-def test_longer_key_projections_turn_more_slowly(optimizer: type[torch.optim.Optimizer], power: int) -> None:
+def test_longer_key_projections_turn_more_slowly(optimizer, power):
     """docs/start.md: a step turns keys in proportion to 1/‖W_k‖² with SGD and 1/‖W_k‖ with Adam."""
     x = torch.randn(8, 10, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     turned = []
@@ -160,7 +155,7 @@ def test_longer_key_projections_turn_more_slowly(optimizer: type[torch.optim.Opt
         layer = quest_core.Attention(32, 4, f"quest(key_init={norm})", bias=False, dtype=torch.float64)
         before = F.normalize(layer.k_proj(x).unflatten(-1, (4, 8)).detach(), dim=-1)
         layer(x).square().sum().backward()
-        optimizer([layer.k_proj.weight], lr=1e-6).step()  # type: ignore[call-arg]
+        optimizer([layer.k_proj.weight], lr=1e-6).step()
         after = F.normalize(layer.k_proj(x).unflatten(-1, (4, 8)).detach(), dim=-1)
         turned.append((after - before).norm().item())
     assert turned[0] / turned[1] == pytest.approx(4**power, rel=1e-3)
@@ -180,7 +175,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_a_config_of_quest_offers_the_same_attention_with_a_start(path: Path) -> None:
+def test_a_config_of_quest_offers_the_same_attention_with_a_start(path):
     """The tests of each plugin build the models."""
     before, after = (
         quest_core.AttentionConfig.parse(eval(said) if said.startswith(('"', "dict(")) else said)

@@ -1,7 +1,5 @@
 """What PyTorch's own Transformer takes: see devtools.support."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -11,7 +9,7 @@ import quest_core
 from devtools.support import check
 
 
-def train(attention: str, **layer: float) -> None:
+def train(attention, **layer):
     made = nn.TransformerEncoderLayer(16, 4, batch_first=True, **layer)
     model, _ = quest_core.inject(nn.TransformerEncoder(made, 2, enable_nested_tensor=False), attention)
     loss = model(torch.randn(2, 9, 16)).pow(2).mean()
@@ -19,5 +17,5 @@ def train(attention: str, **layer: float) -> None:
     assert loss.isfinite()
 
 
-def test_the_table_of_support() -> None:
+def test_the_table_of_support():
     check(Path(__file__).with_name("support.json"), "PyTorch", train, {"`dropout=0`": {"dropout": 0.0}})

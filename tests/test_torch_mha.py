@@ -1,17 +1,14 @@
 """MultiheadAttention as a drop-in: everything torch.nn.MultiheadAttention does, with another mechanism inside."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import quest_core
 from quest_core import MultiheadAttention
@@ -27,7 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def pair(attention: str = "standard", **settings: Any) -> tuple[nn.MultiheadAttention, MultiheadAttention]:
+def pair(attention="standard", **settings):
     """PyTorch's module and ours with the same weights."""
     torch.manual_seed(0)
     heads = settings.pop("num_heads", 4)
@@ -41,14 +38,14 @@ def pair(attention: str = "standard", **settings: Any) -> tuple[nn.MultiheadAtte
     return stock, ours
 
 
-def inputs(stock: nn.MultiheadAttention, n: int = 5, m: int = 7, batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(stock, n=5, m=7, batch=2):
     torch.manual_seed(1)
     shapes = ((n, 12), (m, stock.kdim), (m, stock.vdim))
     made = [torch.randn(batch, length, dim) for length, dim in shapes]
-    return tuple(x if stock.batch_first else x.transpose(0, 1) for x in made)  # type: ignore[return-value]
+    return tuple(x if stock.batch_first else x.transpose(0, 1) for x in made)
 
 
-def masks(batch: int, heads: int, n: int, m: int) -> Iterator[dict[str, Any]]:
+def masks(batch, heads, n, m):
     torch.manual_seed(2)
     hidden = torch.rand(n, m) > 0.6
     hidden[:, 0] = False
@@ -65,7 +62,7 @@ def masks(batch: int, heads: int, n: int, m: int) -> Iterator[dict[str, Any]]:
     yield {"attn_mask": torch.randn(n, m), "key_padding_mask": torch.zeros(batch, m).masked_fill(padding, -math.inf)}
 
 
-def test_signature_is_that_of_torch() -> None:
+def test_signature_is_that_of_torch():
     ours, stock = inspect.signature(MultiheadAttention), inspect.signature(nn.MultiheadAttention)
     assert list(ours.parameters)[: len(stock.parameters)] == list(stock.parameters)
     assert list(inspect.signature(MultiheadAttention.forward).parameters) == list(
@@ -74,7 +71,7 @@ def test_signature_is_that_of_torch() -> None:
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_standard_equals_torch(settings: dict[str, Any]) -> None:
+def test_standard_equals_torch(settings):
     stock, ours = pair(**settings)
     assert ours.state_dict().keys() == stock.state_dict().keys()
     for options in masks(2, stock.num_heads, 5, 7):
@@ -103,7 +100,7 @@ def test_standard_equals_torch(settings: dict[str, Any]) -> None:
                     torch.testing.assert_close(q.grad, p.grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_self_attention_equals_torch_in_every_layout() -> None:
+def test_self_attention_equals_torch_in_every_layout():
     for batch_first in (True, False):
         stock, ours = pair(batch_first=batch_first)
         x = inputs(stock)[0]
@@ -114,7 +111,7 @@ def test_self_attention_equals_torch_in_every_layout() -> None:
         torch.testing.assert_close(wb, wa)
 
 
-def test_causal_hint() -> None:
+def test_causal_hint():
     stock, ours = pair(batch_first=True)
     x = inputs(stock)[0]
     mask = nn.Transformer.generate_square_subsequent_mask(5)
@@ -124,7 +121,7 @@ def test_causal_hint() -> None:
     torch.testing.assert_close(ours(x, x, x, is_causal=True)[0], want)
 
 
-def test_a_query_that_sees_nothing_gives_zero_weights() -> None:
+def test_a_query_that_sees_nothing_gives_zero_weights():
     _, ours = pair("quest", batch_first=True)
     x = inputs(ours)[0]
     out, weights = ours(x, x, x, key_padding_mask=torch.ones(2, 5, dtype=torch.bool))
@@ -134,7 +131,7 @@ def test_a_query_that_sees_nothing_gives_zero_weights() -> None:
 
 @pytest.mark.parametrize("mask", ["none", "padding", "left-aligned padding"])
 @pytest.mark.parametrize("norm_first", [True, False])
-def test_no_native_fast_path_bypasses_it(mask: str, norm_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_native_fast_path_bypasses_it(mask, norm_first, monkeypatch):
     """nn.TransformerEncoder in eval, without gradients, would run the native kernel on the raw weights."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, norm_first=norm_first)
@@ -172,7 +169,7 @@ def test_no_native_fast_path_bypasses_it(mask: str, norm_first: bool, monkeypatc
         ({"key_padding_mask": torch.zeros(2, 5, dtype=torch.bool)}, r"key_padding_mask has shape .*\[2, 7\]"),
     ],
 )
-def test_masks_of_the_wrong_shape_are_named(options: dict[str, Tensor], message: str) -> None:
+def test_masks_of_the_wrong_shape_are_named(options, message):
     stock, ours = pair("quest", batch_first=True)
     with pytest.raises(quest_core.InputError, match=message):
         ours(*inputs(stock), **options)
@@ -181,9 +178,7 @@ def test_masks_of_the_wrong_shape_are_named(options: dict[str, Tensor], message:
 @pytest.mark.parametrize("added", [{}, {"add_bias_kv": True}, {"add_zero_attn": True}], ids=["", "bias", "zero"])
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("attention", ["sinkhorn", "quest+pgqa(kv_heads=2)", "sigmoid+pgqa(kv_heads=2)"])
-def test_padding_takes_no_part_as_a_query(
-    attention: str, need_weights: bool, added: dict[str, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_padding_takes_no_part_as_a_query(attention, need_weights, added, monkeypatch):
     """Neither of the columns' mass nor of what the noise is made of; in place of random numbers it follows the weights,
     so that more padding does not draw others."""
     monkeypatch.setattr(torch, "randn_like", lambda weights: (50 * weights).sin())
@@ -200,10 +195,10 @@ def test_padding_takes_no_part_as_a_query(
 
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("padded", [True, False])
-def test_the_mechanism_is_told_that_it_is_causal(need_weights: bool, padded: bool) -> None:
+def test_the_mechanism_is_told_that_it_is_causal(need_weights, padded):
     """With padding or weights the mask does the masking, but what looks ahead by itself must still be refused."""
     x, mask = torch.randn(2, 6, 12), nn.Transformer.generate_square_subsequent_mask(6)
-    options: dict[str, Any] = {"attn_mask": mask, "is_causal": True, "need_weights": need_weights}
+    options = {"attn_mask": mask, "is_causal": True, "need_weights": need_weights}
     if padded:
         options["key_padding_mask"] = torch.zeros(2, 6)
     for attention in ("sinkhorn", "quest+kdgqa(kv_heads=2)", "quest+pgqa(kv_heads=2)"):
@@ -212,7 +207,7 @@ def test_the_mechanism_is_told_that_it_is_causal(need_weights: bool, padded: boo
     one, two = (MultiheadAttention(12, 4, batch_first=True, attention="elliptical").eval() for _ in range(2))
     quest_core.chain(nn.ModuleList([one, two]))
 
-    def run(x: Tensor) -> Tensor:
+    def run(x):
         x = one(x, x, x, **options)[0]
         return two(x, x, x, **options)[0]
 
@@ -221,7 +216,7 @@ def test_the_mechanism_is_told_that_it_is_causal(need_weights: bool, padded: boo
     torch.testing.assert_close(run(later)[:, :4], run(x)[:, :4])
 
 
-def test_added_keys_need_no_others() -> None:
+def test_added_keys_need_no_others():
     for settings in ({"add_zero_attn": True}, {"add_bias_kv": True, "add_zero_attn": True}):
         stock, ours = pair(batch_first=True, **settings)
         for n in (0, 3):
@@ -230,7 +225,7 @@ def test_added_keys_need_no_others() -> None:
                 torch.testing.assert_close(y, want)
 
 
-def test_nested_tensors_with_more_than_themselves_are_refused() -> None:
+def test_nested_tensors_with_more_than_themselves_are_refused():
     _, ours = pair("quest", batch_first=True)
     nested = torch.nested.nested_tensor([torch.randn(3, 12), torch.randn(5, 12)])
     other = torch.nested.nested_tensor([torch.randn(3, 12), torch.randn(5, 12)])
@@ -239,7 +234,7 @@ def test_nested_tensors_with_more_than_themselves_are_refused() -> None:
             ours(*inputs_, **options)
 
 
-def test_parametrized_weights_are_refused() -> None:
+def test_parametrized_weights_are_refused():
     normed = nn.utils.parametrizations.weight_norm(nn.MultiheadAttention(12, 4), "in_proj_weight")
     with pytest.raises(quest_core.InputError, match="are parametrized"):
         quest_core.inject(nn.ModuleList([normed]), "quest")
@@ -247,7 +242,7 @@ def test_parametrized_weights_are_refused() -> None:
 
 @pytest.mark.parametrize("mask", ["key_padding_mask", "attn_mask", "a mask a head"])
 @pytest.mark.drawn(1)
-def test_one_graph_serves_all_lengths_with_masks(mask: str) -> None:
+def test_one_graph_serves_all_lengths_with_masks(mask):
     layer, graphs = MultiheadAttention(12, 4, attention="quest", batch_first=True), []
     torch._dynamo.reset()
     compiled = torch.compile(
@@ -261,21 +256,21 @@ def test_one_graph_serves_all_lengths_with_masks(mask: str) -> None:
     assert len(graphs) == 1
 
 
-def test_integer_masks_are_refused() -> None:
+def test_integer_masks_are_refused():
     _, ours = pair("sinkhorn", batch_first=True)
     x = inputs(ours)[0]
     with pytest.raises(quest_core.InputError, match="key_padding_mask is torch.int64"):
         ours(x, x, x, key_padding_mask=torch.zeros(2, 5, dtype=torch.long))
 
 
-def test_masks_of_a_wider_type() -> None:
+def test_masks_of_a_wider_type():
     ours = MultiheadAttention(12, 4, batch_first=True, attention="quest", dtype=torch.bfloat16)
     x, mask = torch.randn(2, 5, 12).bfloat16(), torch.zeros(5, 5)
     for need_weights in (True, False):
         assert ours(x, x, x, attn_mask=mask, need_weights=need_weights)[0].dtype == torch.bfloat16
 
 
-def test_another_score_with_the_same_grouping_may_follow() -> None:
+def test_another_score_with_the_same_grouping_may_follow():
     model, _ = quest_core.inject(nn.MultiheadAttention(12, 4), "quest+gqa(kv_heads=2)")
     weight = model.in_proj_weight
     model, _ = quest_core.inject(model, "qnorm+gqa(kv_heads=2)")
@@ -284,7 +279,7 @@ def test_another_score_with_the_same_grouping_may_follow() -> None:
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_standard_trains_bit_for_bit_like_pytorch(batch_first: bool) -> None:
+def test_standard_trains_bit_for_bit_like_pytorch(batch_first):
     """Under padding and dropout, as graph Transformers train: sums run in PyTorch's order, so losses never drift."""
     torch.manual_seed(0)
     stock = nn.MultiheadAttention(32, 4, dropout=0.5, batch_first=batch_first)
@@ -302,7 +297,7 @@ def test_standard_trains_bit_for_bit_like_pytorch(batch_first: bool) -> None:
 
 
 @pytest.mark.parametrize("settings", ["plain", "other key and value sizes"])
-def test_parameters_reset_like_pytorchs(settings: str) -> None:
+def test_parameters_reset_like_pytorchs(settings):
     stock, ours = pair(**SETTINGS[settings])
     for module in (stock, ours):
         torch.manual_seed(3)
@@ -311,7 +306,7 @@ def test_parameters_reset_like_pytorchs(settings: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_gradients_pass_nested_tensors() -> None:
+def test_gradients_pass_nested_tensors():
     """A frozen first layer makes nn.TransformerEncoder hand nested tensors to the layers that train."""
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), 2)
     model, _ = quest_core.inject(model, "quest")
@@ -328,7 +323,7 @@ def test_gradients_pass_nested_tensors() -> None:
         torch.testing.assert_close(nested[name], parameter.grad)
 
 
-def test_padding_by_the_lowest_number_is_padding() -> None:
+def test_padding_by_the_lowest_number_is_padding():
     padding, x = torch.zeros(2, 6, dtype=torch.bool), torch.randn(2, 6, 16)
     padding[0, 3:] = True
     layer = quest_core.MultiheadAttention(16, 2, batch_first=True, attention="sinkhorn").eval()
@@ -340,14 +335,14 @@ def test_padding_by_the_lowest_number_is_padding() -> None:
     assert torch.equal(outs[2], outs[0])
 
 
-def test_jit_script_is_refused_by_name() -> None:
+def test_jit_script_is_refused_by_name():
     model, _ = quest_core.inject(nn.TransformerEncoderLayer(16, 4), "quest")
     with pytest.raises(quest_core.UnsupportedError, match=r"'quest' does not support torch.jit.script.*torch.export"):
         torch.jit.script(model)
     assert isinstance(torch.jit.script(nn.MultiheadAttention(16, 4)), torch.jit.ScriptModule)
 
 
-def test_the_hint_is_causal_adds_nothing_to_a_mask_of_other_lengths() -> None:
+def test_the_hint_is_causal_adds_nothing_to_a_mask_of_other_lengths():
     """PyTorch aligns a causal mask at the first key, and takes is_causal=True with attn_mask for a hint."""
     stock, ours = pair(batch_first=True)
     query, key = torch.randn(2, 3, 12), torch.randn(2, 5, 12)

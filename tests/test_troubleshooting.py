@@ -1,7 +1,5 @@
 """docs/troubleshooting.md quotes messages: each heading is produced here, and each message here has a heading."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import os
@@ -28,44 +26,44 @@ class HouseAttention(nn.Module):
     """An attention by its name that no adapter knows."""
 
 
-def encoder(dropout: float = 0.0) -> nn.Module:
+def encoder(dropout=0.0):
     layer = nn.TransformerEncoderLayer(16, 2, batch_first=True, dropout=dropout)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
-def injected(attention: str) -> nn.Module:
+def injected(attention):
     return quest_core.inject(encoder(), attention)[0]
 
 
 class OwnAttention(nn.MultiheadAttention):
-    def attend(self, x: torch.Tensor) -> torch.Tensor:
+    def attend(self, x):
         return self(x, x, x)[0]
 
 
-def kept() -> None:
+def kept():
     block = nn.Module()
     block.attention = OwnAttention(8, 2)
     block.attend = block.attention.attend
     quest_core.inject(block, "quest")
 
 
-def warned() -> None:
+def warned():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         injected("quest").load_state_dict(encoder().state_dict())
 
 
-def no_plugin() -> None:
+def no_plugin():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "plugins", list)
         launch.wanted(None)
 
 
-def heads(*dims: int) -> list[torch.Tensor]:
+def heads(*dims):
     return [torch.zeros(1, 2, 3, dim) for dim in dims]  # [B, H, N, D]
 
 
-def not_on_pypi() -> None:
+def not_on_pypi():
     """pip looks nowhere, so no answer of a server decides."""
     command = [sys.executable, "-m", "pip", "download", "--no-index", "--no-deps", "quest-core"]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
@@ -74,14 +72,14 @@ def not_on_pypi() -> None:
     raise RuntimeError(done.stderr)
 
 
-def more_than_tensors() -> None:
+def more_than_tensors():
     file = io.BytesIO()
     torch.save(Path("x"), file)
     file.seek(0)
     torch.load(file, weights_only=True)
 
 
-def without_numpy() -> None:
+def without_numpy():
     code = "import sys; sys.modules['numpy'] = None; import torch; torch.from_numpy(1)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     raise RuntimeError(done.stderr)
@@ -118,7 +116,7 @@ PRODUCERS: dict[str, Callable[[], object]] = {
 }
 
 
-def test_every_heading_has_one_producer() -> None:
+def test_every_heading_has_one_producer():
     producers = PRODUCERS.keys() | PRODUCED_BY_PLUGINS.keys()
     assert [h for h in HEADINGS if sum(key in h for key in producers) != 1] == []
     assert [key for key in producers if not any(key in h for h in HEADINGS)] == []
@@ -129,7 +127,7 @@ def test_every_heading_has_one_producer() -> None:
 
 
 @pytest.mark.parametrize("heading", [h for h in HEADINGS if h not in PRODUCED_BY_PLUGINS])
-def test_the_message_is_the_one_on_the_page(heading: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_message_is_the_one_on_the_page(heading, capsys):
     (produce,) = (made for key, made in PRODUCERS.items() if key in heading)
     with pytest.raises((Exception, SystemExit)) as caught:  # the pattern below is the check
         produce()

@@ -1,11 +1,8 @@
 """Unit vectors against the reference: every layout, type and derivative, and norms at the ends of a type's range."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from allocations import allocated
-from torch import Tensor
 
 from quest_core.mechanisms import naive as reference
 from quest_core.ops import unit
@@ -13,10 +10,10 @@ from quest_core.ops import unit
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
-def layouts(dtype: torch.dtype) -> dict[str, Tensor]:
+def layouts(dtype):
     """Tensors of shape [..., D] as models make them."""
 
-    def random(*shape: int) -> Tensor:
+    def random(*shape):
         return torch.randn(shape, dtype=torch.float64).to(dtype)
 
     return {
@@ -37,7 +34,7 @@ def layouts(dtype: torch.dtype) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", layouts(torch.float32))
-def test_every_layout_and_type(layout: str, dtype: torch.dtype) -> None:
+def test_every_layout_and_type(layout, dtype):
     x = layouts(dtype)[layout].detach().requires_grad_()
     wide = x.detach().double().requires_grad_()
     out, truth = unit(x), reference.unit(wide)
@@ -55,20 +52,20 @@ def test_every_layout_and_type(layout: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(unit(x), out, rtol=0, atol=0)
 
 
-def test_derivatives_of_every_kind() -> None:
+def test_derivatives_of_every_kind():
     x = torch.randn(3, 2, 5, dtype=torch.float64).transpose(0, 1).requires_grad_()
     options = {"check_batched_grad": True, "check_forward_ad": True, "check_batched_forward_grad": True}
     assert torch.autograd.gradcheck(unit, x, **options)
     assert torch.autograd.gradgradcheck(unit, x, check_batched_grad=True)
 
-    def energy(f: object) -> object:
-        return torch.func.hessian(lambda x: f(x).pow(3).sum())(x.detach())  # type: ignore[operator]
+    def energy(f):
+        return torch.func.hessian(lambda x: f(x).pow(3).sum())(x.detach())
 
     torch.testing.assert_close(energy(unit), energy(lambda x: x / x.norm(dim=-1, keepdim=True)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_zero_vector_stays_zero_with_zero_derivatives(dtype: torch.dtype) -> None:
+def test_a_zero_vector_stays_zero_with_zero_derivatives(dtype):
     x = torch.randn(3, 4, 8).to(dtype)
     x[1, 2] = 0
     x.requires_grad_()
@@ -83,7 +80,7 @@ def test_a_zero_vector_stays_zero_with_zero_derivatives(dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("exponent", [-18, -10, 10, 18])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_norms_neither_overflow_nor_underflow(dtype: torch.dtype, exponent: int) -> None:
+def test_norms_neither_overflow_nor_underflow(dtype, exponent):
     x = (torch.randn(4, 16, dtype=torch.float64) * 10.0**exponent).to(dtype).requires_grad_()
     wide = x.detach().double().requires_grad_()
     out, truth = unit(x), reference.unit(wide)
@@ -96,7 +93,7 @@ def test_norms_neither_overflow_nor_underflow(dtype: torch.dtype, exponent: int)
 
 
 @pytest.mark.parametrize("norm", [1e-30, 1e30])
-def test_norms_outside_the_range_are_zero_with_zero_derivatives(norm: float) -> None:
+def test_norms_outside_the_range_are_zero_with_zero_derivatives(norm):
     x = torch.full((3, 8), norm).requires_grad_()
     plain = torch.func.grad(lambda x: unit(x).sum())(x.detach())
     out = unit(x)
@@ -105,13 +102,13 @@ def test_norms_outside_the_range_are_zero_with_zero_derivatives(norm: float) -> 
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.1), (torch.bfloat16, 3.2), (torch.float16, 3.2)])
-def test_memory_is_the_result_and_one_product(dtype: torch.dtype, factor: float) -> None:
+def test_memory_is_the_result_and_one_product(dtype, factor):
     """Bytes allocated, per byte of x: the result and, for half types, one float32 tensor of this size."""
     x = torch.randn(2, 8, 256, 64).to(dtype)
     assert allocated(lambda: unit(x)) <= factor * x.nbytes
 
 
-def test_results_lie_in_the_order_of_a_projection() -> None:
+def test_results_lie_in_the_order_of_a_projection():
     """A step with two layouts takes up to four times as long, and so does the projection's backward pass."""
     heads = torch.randn(2, 5, 3, 16).transpose(1, 2)  # [B, H, N, D]
     for x, stride in ((heads, heads.stride()), (heads.contiguous(), heads.contiguous().stride())):

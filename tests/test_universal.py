@@ -1,7 +1,5 @@
 """The universal site: models that no adapter knows, whose modules call scaled_dot_product_attention."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect
@@ -10,14 +8,12 @@ import math
 import pickle
 import threading
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.attention.flex_attention as flex
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -30,19 +26,19 @@ from quest_core.mechanisms import naive as reference
 # --- models as their authors write them -------------------------------------------------------------------------------
 
 
-def split(x: Tensor, heads: int) -> Tensor:
+def split(x, heads):
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 class CausalSelfAttention(nn.Module):
     """As in nanoGPT."""
 
-    def __init__(self, width: int = 32, heads: int = 4, dropout: float = 0.0) -> None:
+    def __init__(self, width=32, heads=4, dropout=0.0):
         super().__init__()
         self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.n_head, self.dropout = heads, dropout
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (split(y, self.n_head) for y in self.c_attn(x).chunk(3, -1))
         y = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=None, dropout_p=self.dropout if self.training else 0, is_causal=True
@@ -51,7 +47,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, dropout: float = 0.0, layers: int = 3, recompute: bool = False) -> None:
+    def __init__(self, dropout=0.0, layers=3, recompute=False):
         super().__init__()
         self.wte = nn.Embedding(50, 32)
         self.h = nn.ModuleList(
@@ -60,7 +56,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(32, 50)
         self.recompute = recompute
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.wte(tokens)
         for block in self.h:
             normed = block["ln"](x)
@@ -74,17 +70,17 @@ class GPT(nn.Module):
 class DiTAttention(nn.Module):
     """Calls the function in a processor, as diffusers does."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(32, 32) for _ in range(4))
         self.processor = Processor()
 
-    def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x, context=None, mask=None):
         return self.processor(self, x, x if context is None else context, mask)
 
 
 class Processor:
-    def __call__(self, attn: DiTAttention, x: Tensor, context: Tensor, mask: Tensor | None) -> Tensor:
+    def __call__(self, attn, x, context, mask):
         q, k, v = split(attn.to_q(x), 4), split(attn.to_k(context), 4), split(attn.to_v(context), 4)
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return attn.to_out(out.transpose(1, 2).flatten(2))
@@ -93,19 +89,19 @@ class Processor:
 class DiT(nn.Module):
     """Adaptive layer norm by a time embedding, self-attention and cross-attention to a text."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.time = nn.Linear(1, 64)
         self.self_attn, self.cross_attn = DiTAttention(), DiTAttention()
         self.norm = nn.LayerNorm(32, elementwise_affine=False)
 
-    def forward(self, x: Tensor, t: Tensor, text: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x, t, text, mask):
         shift, scale = self.time(t[:, None])[:, None].chunk(2, -1)
         x = x + self.self_attn(self.norm(x) * (1 + scale) + shift)
         return x + self.cross_attn(self.norm(x), text, mask[:, None, None])
 
 
-def rotate(x: Tensor, start: int) -> Tensor:
+def rotate(x, start):
     angle = torch.arange(start, start + x.shape[2]).to(x)[:, None] * 10.0 ** -torch.arange(0, 4).to(x)  # [N, D/2]
     one, two = x.chunk(2, -1)
     return torch.cat([one * angle.cos() - two * angle.sin(), one * angle.sin() + two * angle.cos()], -1)
@@ -114,12 +110,12 @@ def rotate(x: Tensor, start: int) -> Tensor:
 class LlamaAttention(nn.Module):
     """Shared key heads, rotary embedding and a cache of keys and values, all of them the host's."""
 
-    def __init__(self, native: bool = True) -> None:
+    def __init__(self, native=True):
         super().__init__()
         self.wq, self.wk, self.wv, self.wo = nn.Linear(32, 32), nn.Linear(32, 16), nn.Linear(32, 16), nn.Linear(32, 32)
         self.native = native
 
-    def forward(self, x: Tensor, cache: dict[str, Tensor] | None) -> Tensor:
+    def forward(self, x, cache):
         start = 0 if not cache else cache["k"].shape[2]
         q, k, v = split(self.wq(x), 4), split(self.wk(x), 2), split(self.wv(x), 2)
         q, k = rotate(q, start), rotate(k, start)
@@ -137,26 +133,26 @@ class LlamaAttention(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, native: bool = True) -> None:
+    def __init__(self, native=True):
         super().__init__()
         self.layers = nn.ModuleList(LlamaAttention(native) for _ in range(2))
 
-    def forward(self, x: Tensor, caches: list[dict[str, Tensor]] | None = None) -> Tensor:
+    def forward(self, x, caches=None):
         for i, layer in enumerate(self.layers):
             x = x + layer(x, None if caches is None else caches[i])
         return x
 
 
-def gpt() -> tuple[nn.Module, tuple[Tensor, ...]]:
+def gpt():
     return GPT(), (torch.randint(50, (2, 9)),)
 
 
-def dit() -> tuple[nn.Module, tuple[Tensor, ...]]:
+def dit():
     real = torch.arange(6) < torch.tensor([6, 4])[:, None]
     return DiT(), (torch.randn(2, 5, 32), torch.rand(2), torch.randn(2, 6, 32), real)
 
 
-def llama() -> tuple[nn.Module, tuple[Tensor, ...]]:
+def llama():
     return Llama(), (torch.randn(2, 7, 32),)
 
 
@@ -166,7 +162,7 @@ MODELS = pytest.mark.parametrize("make", [gpt, dit, llama], ids=lambda make: mak
 class Formula(TorchFunctionMode):
     """scaled_dot_product_attention as quest's plain formula in float64, on shared key heads too."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
@@ -176,7 +172,7 @@ class Formula(TorchFunctionMode):
         return reference.softmax(q @ reference.unit(k).mT, seen) @ v
 
 
-def gradients(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor]]:
+def gradients(model, inputs):
     model.zero_grad()
     out = model(*inputs)
     (out * torch.linspace(-1, 1, out.numel()).to(out).view_as(out)).sum().backward()
@@ -187,7 +183,7 @@ def gradients(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, lis
 
 
 @MODELS
-def test_standard_equals_the_model_as_it_was(make: Callable[[], Any]) -> None:
+def test_standard_equals_the_model_as_it_was(make):
     model, inputs = make()
     stock = copy.deepcopy(model)
     state = torch.get_rng_state()
@@ -199,7 +195,7 @@ def test_standard_equals_the_model_as_it_was(make: Callable[[], Any]) -> None:
 
 
 @MODELS
-def test_quest_equals_its_formula(make: Callable[[], Any]) -> None:
+def test_quest_equals_its_formula(make):
     model, inputs = make()
     model, inputs = model.double(), tuple(x.double() if x.is_floating_point() else x for x in inputs)
     stock = copy.deepcopy(model)
@@ -215,24 +211,24 @@ def test_quest_equals_its_formula(make: Callable[[], Any]) -> None:
 class Plain(nn.Module):
     """Only the call, with what the test says."""
 
-    def __init__(self, **said: Any) -> None:
+    def __init__(self, **said):
         super().__init__()
         self.said = said
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+    def forward(self, q, k, v, attn_mask=None):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, **self.said)
 
 
-def test_the_cache_of_the_host_decodes_as_the_whole_sequence() -> None:
+def test_the_cache_of_the_host_decodes_as_the_whole_sequence():
     model, (x,) = llama()
     quest_core.inject(model, "quest", example=x)
-    caches: list[dict[str, Tensor]] = [{}, {}]
+    caches = [{}, {}]
     steps = [model(piece, caches) for piece in (x[:, :4], x[:, 4:5], x[:, 5:])]
     torch.testing.assert_close(torch.cat(steps, 1), model(x))
 
 
 @pytest.mark.parametrize("attention", ["quest", "qknorm", "quest+sigmoid", "quest+gqa(kv_heads=2)"])
-def test_shared_key_heads_stay_those_of_the_host(attention: str) -> None:
+def test_shared_key_heads_stay_those_of_the_host(attention):
     model, (x,) = llama()
     quest_core.inject(model, attention, example=x)
     gradients(model, (x,))
@@ -250,13 +246,13 @@ def test_shared_key_heads_stay_those_of_the_host(attention: str) -> None:
 class PackedAttention(nn.Module):
     """Calls multi_head_attention_forward, as WavLM and fairseq do, with other weights for q, k and v if `separate`."""
 
-    def __init__(self, separate: bool = True, weights: bool = True, added: bool = False) -> None:
+    def __init__(self, separate=True, weights=True, added=False):
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
         self.separate, self.weights, self.dropout = separate, weights, 0.1
         self.extra = nn.Parameter(torch.randn(2, 1, 1, 32)) if added else (None, None)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, padding: Tensor | None = None) -> Tensor:
+    def forward(self, x, mask=None, padding=None):
         apart = {f"{n}_proj_weight": getattr(self, n).weight for n in "qkv"} if self.separate else {}
         packed = torch.empty(0) if self.separate else torch.cat([self.q.weight, self.k.weight, self.v.weight])
         bias = torch.cat([self.q.bias, self.k.bias, self.v.bias])
@@ -269,7 +265,7 @@ class PackedAttention(nn.Module):
         assert (weights is not None) == self.weights
         return out.transpose(0, 1)
 
-    def formula(self, x: Tensor, mask: Tensor | None, padding: Tensor | None) -> Tensor:
+    def formula(self, x, mask, padding):
         q, k, v = (split(y, 4) for y in (self.q(x), self.k(x), self.v(x)))
         if self.extra[0] is not None:
             k, v = (torch.cat([y, split(e, 4).expand(2, 4, 1, 8)], 2) for y, e in zip((k, v), self.extra, strict=True))
@@ -282,7 +278,7 @@ class PackedAttention(nn.Module):
 
 
 @pytest.mark.parametrize("how", [{}, {"weights": False}, {"separate": False}, {"added": True}], ids=str)
-def test_multi_head_attention_forward(how: dict[str, bool]) -> None:
+def test_multi_head_attention_forward(how):
     model, x = nn.Sequential(PackedAttention(**how)).double(), torch.randn(2, 5, 32).double()
     mask, padding = torch.rand(5, 5).triu(1) > 0.2, torch.arange(5) >= torch.tensor([5, 3])[:, None]
     stock = copy.deepcopy(model)
@@ -302,17 +298,17 @@ def test_multi_head_attention_forward(how: dict[str, bool]) -> None:
 
 
 @pytest.mark.needs_torch("2.6", "torch.compile of a TorchFunctionMode")
-def test_multi_head_attention_forward_compiles_to_one_graph() -> None:
+def test_multi_head_attention_forward_compiles_to_one_graph():
     model, x = nn.Sequential(PackedAttention()).eval(), torch.randn(2, 5, 32)
     quest_core.inject(model, "quest", example=x)
     torch._dynamo.reset()
-    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), model(x))
 
 
-def test_multi_head_attention_of_a_class_of_ones_own() -> None:
+def test_multi_head_attention_of_a_class_of_ones_own():
     class Own(nn.MultiheadAttention):
-        def forward(self, *args: Any, **options: Any) -> Any:
+        def forward(self, *args, **options):
             return super().forward(*args, **options)
 
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0).eval()
@@ -328,13 +324,13 @@ def test_multi_head_attention_of_a_class_of_ones_own() -> None:
 
 
 class FlexAttention(nn.Module):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q, k, v):
         mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, q.shape[2], q.shape[2], device="cpu")
         return flex.flex_attention(q, k, v, lambda s, b, h, i, j: s + (i - j) / 8, mask, enable_gqa=True)
 
 
 @pytest.mark.needs_torch("2.6", "torch.compile of a TorchFunctionMode")
-def test_flex_attention_keeps_its_score_mod_and_block_mask() -> None:
+def test_flex_attention_keeps_its_score_mod_and_block_mask():
     q, k, v = (torch.randn(2, heads, 128, 16) for heads in (4, 2, 2))
     model = nn.Sequential(FlexAttention())
     run = lambda m: m[0](q, k, v)  # noqa: E731
@@ -356,13 +352,13 @@ def test_flex_attention_keeps_its_score_mod_and_block_mask() -> None:
         )
         torch.testing.assert_close(run(model), wanted)
         torch._dynamo.reset()
-        compiled: Any = torch.compile(model[0], backend="aot_eager", fullgraph=True)
+        compiled = torch.compile(model[0], backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(q, k, v), wanted)
 
 
 @pytest.mark.needs_torch("2.6", "torch.compile of a TorchFunctionMode")
 @pytest.mark.parametrize("attention", ["standard", "quest"])
-def test_a_monitor_sees_the_logits_of_flex_attention(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_monitor_sees_the_logits_of_flex_attention(attention, monkeypatch):
     monkeypatch.setattr(quest_core.tools.monitor, "BLOCK", 2**15)
     q, k, v = (torch.randn(2, heads, 128, 16) for heads in (4, 2, 2))
     model = nn.Sequential(FlexAttention())
@@ -393,14 +389,14 @@ def test_a_monitor_sees_the_logits_of_flex_attention(attention: str, monkeypatch
 @pytest.mark.slow
 @pytest.mark.needs_torch("2.6", "torch.compile of a TorchFunctionMode")
 @MODELS
-def test_compile_and_export_make_one_graph(make: Callable[[], Any]) -> None:
+def test_compile_and_export_make_one_graph(make):
     model, inputs = make()
     attention = "qknorm" if make is gpt else "quest"
     quest_core.inject(model, attention, example=inputs)
     wanted = gradients(model, inputs)
     for dynamic in (False, True):
         torch._dynamo.reset()
-        compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
         torch.testing.assert_close(gradients(compiled, inputs), wanted)
     for strict in (False, True):
         exported = torch.export.export(model, inputs, strict=strict)
@@ -408,14 +404,14 @@ def test_compile_and_export_make_one_graph(make: Callable[[], Any]) -> None:
 
 
 @pytest.mark.needs_torch("2.6", "torch.compile of a TorchFunctionMode")
-def test_layers_compiled_one_by_one_share_a_graph() -> None:
+def test_layers_compiled_one_by_one_share_a_graph():
     model, inputs = GPT(layers=10), (torch.randint(50, (2, 9)),)
     quest_core.inject(model, "quest", example=inputs)
     wanted = model(*inputs)
     torch._dynamo.reset()
     graphs = []
 
-    def backend(graph: Any, inputs: Any) -> Any:
+    def backend(graph, inputs):
         graphs.append(graph)
         return graph
 
@@ -425,16 +421,16 @@ def test_layers_compiled_one_by_one_share_a_graph() -> None:
     assert len(graphs) <= 2
 
 
-def test_jit_trace_keeps_the_length_free() -> None:
+def test_jit_trace_keeps_the_length_free():
     model, inputs = dit()
     quest_core.inject(model.eval(), "quest", example=inputs)
-    traced: Any = torch.jit.trace(model, inputs)
+    traced = torch.jit.trace(model, inputs)
     x, t, text, mask = inputs
     longer = (torch.cat([x, x], 1), t, text, mask)
     torch.testing.assert_close(traced(*longer), model(*longer))
 
 
-def test_activation_checkpointing_computes_the_same() -> None:
+def test_activation_checkpointing_computes_the_same():
     plain, inputs = GPT(), (torch.randint(50, (2, 9)),)
     recomputed = GPT(recompute=True)
     recomputed.load_state_dict(plain.state_dict())
@@ -444,12 +440,12 @@ def test_activation_checkpointing_computes_the_same() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_inside_the_site_is_refused(reentrant: bool) -> None:
+def test_a_checkpoint_inside_the_site_is_refused(reentrant):
     class Recomputing(nn.Module):
-        def attend(self, x: Tensor) -> Tensor:
+        def attend(self, x):
             return F.scaled_dot_product_attention(x, x, x)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return checkpoint(self.attend, x, use_reentrant=reentrant) if self.training else self.attend(x)
 
     x = torch.randn(2, 4, 5, 8, requires_grad=True)
@@ -459,7 +455,7 @@ def test_a_checkpoint_inside_the_site_is_refused(reentrant: bool) -> None:
         model.train()(x)
 
 
-def test_threads_run_models_with_different_attention() -> None:
+def test_threads_run_models_with_different_attention():
     inputs = (torch.randint(50, (2, 9)),)
     models = [GPT() for _ in range(3)]
     for model in models[1:]:
@@ -467,9 +463,9 @@ def test_threads_run_models_with_different_attention() -> None:
     for model, attention in zip(models[1:], ("quest", "qnorm"), strict=True):
         quest_core.inject(model, attention, example=inputs)
     wanted = [model(*inputs) for model in models]
-    found: list[list[Tensor]] = [[] for _ in models]
+    found = [[] for _ in models]
 
-    def work(i: int) -> None:
+    def work(i):
         for _ in range(20):
             found[i].append(models[i](*inputs))
 
@@ -485,7 +481,7 @@ def test_threads_run_models_with_different_attention() -> None:
 
 
 @MODELS
-def test_copies_pickles_and_checkpoints(make: Callable[[], Any]) -> None:
+def test_copies_pickles_and_checkpoints(make):
     model, inputs = make()
     stock = copy.deepcopy(model)
     quest_core.inject(model, "quest", example=inputs)
@@ -508,7 +504,7 @@ def test_copies_pickles_and_checkpoints(make: Callable[[], Any]) -> None:
 
 
 @MODELS
-def test_injecting_again(make: Callable[[], Any]) -> None:
+def test_injecting_again(make):
     model, inputs = make()
     stock = copy.deepcopy(model)
     quest_core.inject(model, "quest", example=inputs)
@@ -518,14 +514,14 @@ def test_injecting_again(make: Callable[[], Any]) -> None:
     assert not torch.equal(model(*inputs), stock(*inputs))
 
 
-def test_names_classes_hooks_modes_and_buffers_stay() -> None:
+def test_names_classes_hooks_modes_and_buffers_stay():
     class Counting(CausalSelfAttention):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.norm = nn.BatchNorm1d(32)
             self.drop = nn.Dropout(0.5).eval()
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return super().forward(self.drop(self.norm(x.mT).mT))
 
     model, calls = nn.Sequential(Counting()), []
@@ -545,13 +541,13 @@ def test_names_classes_hooks_modes_and_buffers_stay() -> None:
 class Filled(nn.Module):
     """Rotary angles in a buffer that is filled when it is first needed, and a count of what is filled."""
 
-    def __init__(self, count: str) -> None:
+    def __init__(self, count):
         super().__init__()
         self.attention, self.count, self.known, self.counts = CausalSelfAttention(), count, 0, {"known": 0}
         self.register_buffer("angles", torch.zeros(20, 32), persistent=False)
-        self.late: nn.Module | None = None
+        self.late = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         n = x.shape[1]
         if n > (self.known if self.count == "a number" else self.counts["known"]):
             self.angles[:n] = torch.arange(n)[:, None] / 10
@@ -562,7 +558,7 @@ class Filled(nn.Module):
 
 
 @pytest.mark.parametrize("count", ["a number", "in a dict"])
-def test_the_example_leaves_what_a_module_has_filled_and_counted_as_it_was(count: str) -> None:
+def test_the_example_leaves_what_a_module_has_filled_and_counted_as_it_was(count):
     model, x = Filled(count), torch.randn(2, 7, 32)
     wanted = copy.deepcopy(model)(x)
     quest_core.inject(model, "standard", example=x)
@@ -570,7 +566,7 @@ def test_the_example_leaves_what_a_module_has_filled_and_counted_as_it_was(count
     assert torch.equal(model(x), wanted)
 
 
-def test_the_example_leaves_layers_that_a_module_makes_when_it_first_runs() -> None:
+def test_the_example_leaves_layers_that_a_module_makes_when_it_first_runs():
     model, x = Filled("layers"), torch.randn(2, 7, 32)
     quest_core.inject(model, "standard", example=x)
     late = model.late
@@ -582,7 +578,7 @@ def test_the_example_leaves_layers_that_a_module_makes_when_it_first_runs() -> N
 
 
 @pytest.mark.parametrize("attention", ["qknorm", "elliptical-quest", "quest+sigmoid"])
-def test_mechanisms_with_parameters_and_chains_train(attention: str) -> None:
+def test_mechanisms_with_parameters_and_chains_train(attention):
     model, inputs = gpt()
     before = len(list(model.parameters()))
     quest_core.inject(model, attention, example=inputs)
@@ -594,14 +590,14 @@ def test_mechanisms_with_parameters_and_chains_train(attention: str) -> None:
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_without_an_example_the_error_says_example() -> None:
+def test_without_an_example_the_error_says_example():
     with pytest.raises(
         InjectionError, match=r"no attention that an adapter knows .* say inject\(model, .*example=batch"
     ):
         quest_core.inject(GPT(), "quest")
 
 
-def test_an_example_that_reaches_nothing_is_an_error() -> None:
+def test_an_example_that_reaches_nothing_is_an_error():
     with pytest.raises(InjectionError, match="the example reached no call of scaled_dot_product_attention"):
         quest_core.inject(nn.Sequential(nn.Linear(2, 2)), "quest", example=torch.randn(1, 2))
 
@@ -609,29 +605,26 @@ def test_an_example_that_reaches_nothing_is_an_error() -> None:
 class Mixer(nn.Module):
     """Something other than PyTorch computes it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.num_heads, self.qkv, self.out = 4, nn.Linear(32, 96), nn.Linear(32, 32)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.out(torch.from_numpy(self.qkv(x).detach().numpy()[..., :32]))
 
 
 class Switch(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.on = CausalSelfAttention()
         self.off = CausalSelfAttention()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.on(x)
 
 
-@pytest.mark.parametrize(
-    ("other", "named"),
-    [(Mixer, "'1' (Mixer)"), (Switch, "'1.off'")],
-)
-def test_what_looks_like_attention_and_stays_is_an_error(other: type[nn.Module], named: str) -> None:
+@pytest.mark.parametrize(("other", "named"), [(Mixer, "'1' (Mixer)"), (Switch, "'1.off'")])
+def test_what_looks_like_attention_and_stays_is_an_error(other, named):
     x = torch.randn(2, 5, 32)
     model = nn.Sequential(CausalSelfAttention(), other())
     with pytest.raises(InjectionError, match=r"leave 1 as they are, which look like attention") as caught:
@@ -651,7 +644,7 @@ def test_what_looks_like_attention_and_stays_is_an_error(other: type[nn.Module],
         ("aft-conv", "'aft-conv' is not possible here: it cannot be causal"),
     ],
 )
-def test_what_q_k_and_v_do_not_give_is_refused_by_name(attention: str, why: str) -> None:
+def test_what_q_k_and_v_do_not_give_is_refused_by_name(attention, why):
     with pytest.raises(UnsupportedError) as caught:
         quest_core.inject(GPT(), attention, example=torch.randint(50, (2, 9)))
     assert why in str(caught.value)
@@ -659,7 +652,7 @@ def test_what_q_k_and_v_do_not_give_is_refused_by_name(attention: str, why: str)
     assert "Possible here: " in str(caught.value)
 
 
-def test_masks_and_dropout_of_the_example_decide_what_is_possible() -> None:
+def test_masks_and_dropout_of_the_example_decide_what_is_possible():
     with pytest.raises(UnsupportedError, match="takes masks of keys only"):
         quest_core.inject(Llama(native=False), "linear", example=torch.randn(2, 7, 32))
     with pytest.raises(UnsupportedError, match="'sinkhorn' is not possible here: it cannot be causal"):
@@ -668,9 +661,9 @@ def test_masks_and_dropout_of_the_example_decide_what_is_possible() -> None:
         quest_core.inject(GPT(dropout=0.1), "linear", example=torch.randint(50, (2, 9)))
 
 
-def test_another_path_through_the_forward_is_an_error() -> None:
+def test_another_path_through_the_forward_is_an_error():
     class Choosing(nn.Module):
-        def forward(self, x: Tensor, fused: bool = True) -> Tensor:
+        def forward(self, x, fused=True):
             return F.scaled_dot_product_attention(x, x, x) if fused else (x @ x.mT).softmax(-1) @ x
 
     x = torch.randn(2, 4, 5, 8)
@@ -683,12 +676,12 @@ def test_another_path_through_the_forward_is_an_error() -> None:
 class Scaled(nn.Module):
     """Multiplies queries and keys before the call, by factors whose product with `scale` is 1/√D."""
 
-    def __init__(self, of_q: float, of_k: float, scale: float | None, normed: bool = False, flex: bool = False) -> None:
+    def __init__(self, of_q, of_k, scale, normed=False, flex=False):
         super().__init__()
         self.qkv, self.of_q, self.of_k, self.scale = nn.Linear(16, 48), of_q, of_k, scale
         self.normed, self.flex = normed, flex
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (split(y, 4) for y in self.qkv(x).chunk(3, -1))
         q = F.normalize(q, dim=-1) if self.normed else q
         if self.of_q != 1:
@@ -701,9 +694,7 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("attention", ["quest", "qnorm", "sigmoid", "quest+sinkhorn", "linear"])
 @pytest.mark.parametrize(("of_q", "of_k", "scale"), [(0.5, 1, 1.0), (2**-0.5, 2**-0.5, 1.0), (1, 0.5, 1.0)])
-def test_a_scale_that_the_host_puts_on_queries_or_keys_is_undone(
-    attention: str, of_q: float, of_k: float, scale: float
-) -> None:
+def test_a_scale_that_the_host_puts_on_queries_or_keys_is_undone(attention, of_q, of_k, scale):
     torch.manual_seed(0)
     plain, x = Scaled(1, 1, None), torch.randn(2, 5, 16)
     host = Scaled(of_q, of_k, scale)
@@ -717,7 +708,7 @@ def test_a_scale_that_the_host_puts_on_queries_or_keys_is_undone(
     assert torch.equal(host(x), Scaled.forward(host, x))
 
 
-def test_other_factors_of_the_host_stay() -> None:
+def test_other_factors_of_the_host_stay():
     x = torch.randn(2, 5, 16)
     for host, factor in ((Scaled(0.7, 1, 1.0), 0.7), (Scaled(2, 1, None), 2)):
         q, k, v = (split(y, 4) for y in host.qkv(x).chunk(3, -1))
@@ -725,7 +716,7 @@ def test_other_factors_of_the_host_stay() -> None:
         torch.testing.assert_close(quest_core.inject(host, "quest", example=x)[0](x), want)
 
 
-def test_whether_a_scale_is_undone_does_not_depend_on_the_values_of_queries() -> None:
+def test_whether_a_scale_is_undone_does_not_depend_on_the_values_of_queries():
     """A norm whose weights are trained gives them other norms than one that is new."""
     for normed in (False, True):
         host, x = Scaled(0.5, 1, 1.0, normed=normed), torch.randn(2, 5, 16)
@@ -736,12 +727,12 @@ def test_whether_a_scale_is_undone_does_not_depend_on_the_values_of_queries() ->
 class Lost(Scaled):
     """Changes its queries after it has scaled them, by a learned factor."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (split(y, 4) for y in self.qkv(x).chunk(3, -1))
         return F.scaled_dot_product_attention(q * 0.5 * self.qkv.bias[:4], k, v, scale=self.scale)
 
 
-def test_the_report_names_factors_that_cannot_be_told_apart() -> None:
+def test_the_report_names_factors_that_cannot_be_told_apart():
     for scale in (1.0, None):
         _, report = quest_core.inject(Lost(1, 1, scale), "quest", example=torch.randn(2, 5, 16))
         assert ("factors of its own, which stay" in report.replacements[0].note) == (scale == 1)
@@ -750,13 +741,13 @@ def test_the_report_names_factors_that_cannot_be_told_apart() -> None:
 class Turning(Scaled):
     """Scales the queries of one call and the keys of the next."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (split(y, 4) for y in self.qkv(x).chunk(3, -1))
         once = F.scaled_dot_product_attention(q * 0.5, k, v, scale=1.0)
         return once + F.scaled_dot_product_attention(q, k * 0.5, v, scale=1.0)
 
 
-def test_calls_with_other_factors_take_only_standard() -> None:
+def test_calls_with_other_factors_take_only_standard():
     model, x = Turning(1, 1, None), torch.randn(2, 5, 16)
     want = model(x)
     with pytest.raises(UnsupportedError, match="by other factors in one call than in another"):
@@ -767,7 +758,7 @@ def test_calls_with_other_factors_take_only_standard() -> None:
 class Rotating(Scaled):
     """Scales queries before RoPE, whose tables it makes and scales in its forward."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (split(y, 4) for y in self.qkv(x).chunk(3, -1))
         angles = torch.arange(x.shape[1])[:, None] * torch.tensor([1.0, 0.1, 1.0, 0.1]) * 1.0
         cos, sin = angles.cos() * 1.0, angles.sin() * 1.0
@@ -775,7 +766,7 @@ class Rotating(Scaled):
         return F.scaled_dot_product_attention(q, k, v, scale=self.scale)
 
 
-def test_a_scale_before_rope_is_undone() -> None:
+def test_a_scale_before_rope_is_undone():
     host, plain, x = Rotating(0.5, 1, 1.0), Rotating(1, 1, None), torch.randn(2, 5, 16)
     plain.load_state_dict(host.state_dict())
     for model in (host, plain):
@@ -783,14 +774,14 @@ def test_a_scale_before_rope_is_undone() -> None:
     torch.testing.assert_close(host(x), plain(x))
 
 
-def test_the_scale_of_flex_attention_on_queries_is_undone() -> None:
+def test_the_scale_of_flex_attention_on_queries_is_undone():
     host, x = Scaled(0.5, 1, 1.0, flex=True).requires_grad_(False), torch.randn(2, 5, 16)
     q, k, v = (split(y, 4) for y in host.qkv(x).chunk(3, -1))
     want = F.scaled_dot_product_attention(q, F.normalize(k, dim=-1), v, scale=1.0)
     torch.testing.assert_close(quest_core.inject(host, "quest", example=x)[0](x), want)
 
 
-def test_shapes_and_scales_that_change_are_errors() -> None:
+def test_shapes_and_scales_that_change_are_errors():
     q = torch.randn(2, 4, 5, 8)
     model, _ = quest_core.inject(Plain(scale=0.5), "quest", example=(q, q, q))
     with pytest.raises(InputError, match="is called with 2 heads of 8 features"):
@@ -802,9 +793,9 @@ def test_shapes_and_scales_that_change_are_errors() -> None:
         model(q, q, q)
 
 
-def test_two_calls_in_one_forward() -> None:
+def test_two_calls_in_one_forward():
     class Twice(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return sum(F.scaled_dot_product_attention(y, y, y) for y in (x, -x))
 
     x = torch.randn(2, 4, 5, 8)
@@ -814,7 +805,7 @@ def test_two_calls_in_one_forward() -> None:
         quest_core.inject(Twice(), "qknorm", example=x)
 
     class Unlike(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             y = x.flatten(1, 2)[:, None]
             return F.scaled_dot_product_attention(x, x, x).sum() + F.scaled_dot_product_attention(y, y, y).sum()
 
@@ -822,13 +813,13 @@ def test_two_calls_in_one_forward() -> None:
         quest_core.inject(Unlike(), "quest", example=x)
 
 
-def test_a_module_that_lends_its_projections_only_stays() -> None:
+def test_a_module_that_lends_its_projections_only_stays():
     class Outer(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.inner = nn.MultiheadAttention(8, 2)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             q, k, v = (split(y, 2) for y in F.linear(x, self.inner.in_proj_weight).chunk(3, -1))
             return F.scaled_dot_product_attention(q, k, v)
 
@@ -839,13 +830,13 @@ def test_a_module_that_lends_its_projections_only_stays() -> None:
     torch.testing.assert_close(model(x), quest_core.attention(q, k, v))
 
 
-def test_a_site_inside_a_site_is_refused() -> None:
+def test_a_site_inside_a_site_is_refused():
     class Outer(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.inner = Plain()
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return F.scaled_dot_product_attention(x, x, self.inner(x, x, x))
 
     with pytest.raises(
@@ -855,18 +846,18 @@ def test_a_site_inside_a_site_is_refused() -> None:
         quest_core.inject(Outer(), "quest", example=torch.randn(2, 4, 5, 8))
 
 
-def test_a_host_can_read_which_arguments_a_site_takes() -> None:
+def test_a_host_can_read_which_arguments_a_site_takes():
     model, _ = quest_core.inject(CausalSelfAttention(), "quest", example=torch.randn(2, 5, 32))
     for held in (model, type(model)):
         stock = CausalSelfAttention() if held is model else CausalSelfAttention
         assert inspect.signature(held.forward) == inspect.signature(stock.forward)
 
 
-def test_the_hook_of_the_host_for_subclasses_is_passed_by() -> None:
-    known: dict[str, type] = {}
+def test_the_hook_of_the_host_for_subclasses_is_passed_by():
+    known = {}
 
     class Registered:
-        def __init_subclass__(cls) -> None:
+        def __init_subclass__(cls):
             known[cls.__name__] = cls
 
     class Layer(Registered, CausalSelfAttention):
@@ -876,14 +867,14 @@ def test_the_hook_of_the_host_for_subclasses_is_passed_by() -> None:
     assert known["Layer"] is Layer
 
 
-def test_nested_tensors_are_refused_by_name() -> None:
+def test_nested_tensors_are_refused_by_name():
     model, _ = quest_core.inject(nn.Sequential(CausalSelfAttention()), "quest", example=torch.randn(2, 5, 32))
     nested = torch.nested.nested_tensor([torch.randn(3, 32), torch.randn(5, 32)], layout=torch.jagged)
     with pytest.raises(InputError, match="q is a nested tensor; pad it"):
         model(nested)
 
 
-def test_a_wrapped_forward_and_a_taken_name_are_refused() -> None:
+def test_a_wrapped_forward_and_a_taken_name_are_refused():
     x = torch.randn(2, 5, 32)
     for example, host in ((x, CausalSelfAttention()), (None, nn.MultiheadAttention(8, 2))):
         model = nn.Sequential(host)
@@ -906,16 +897,16 @@ def test_a_wrapped_forward_and_a_taken_name_are_refused() -> None:
 class Both(nn.Module):
     """torch.nn.MultiheadAttention, which has an adapter, next to a call that has none."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.one = nn.MultiheadAttention(32, 4, batch_first=True)
         self.two = CausalSelfAttention()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.two(self.one(x, x, x, need_weights=False)[0])
 
 
-def test_adapters_take_precedence() -> None:
+def test_adapters_take_precedence():
     model, x = Both(), torch.randn(2, 5, 32)
     with pytest.raises(InjectionError, match=r"leave 1 as they are, .*'two' \(CausalSelfAttention\)"):
         quest_core.inject(model, "quest")
@@ -926,7 +917,7 @@ def test_adapters_take_precedence() -> None:
     torch.testing.assert_close(model(x), wanted)
 
 
-def test_models_that_were_not_injected_run_as_before() -> None:
+def test_models_that_were_not_injected_run_as_before():
     before = F.scaled_dot_product_attention
     model, inputs = gpt()
     quest_core.inject(model, "quest", example=inputs)
@@ -938,7 +929,7 @@ def test_models_that_were_not_injected_run_as_before() -> None:
     assert torch.overrides._get_current_function_mode_stack() == []
 
 
-def test_a_normalizer_drops_as_the_call_says() -> None:
+def test_a_normalizer_drops_as_the_call_says():
     q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
     model, _ = quest_core.inject(nn.Sequential(Plain(dropout_p=0.5)), "sigmoid", example=lambda m: m[0](q, k, v))
     outs = []

@@ -1,13 +1,10 @@
 """Attention however it is written: each spelling is right, or an error that names what is not understood."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math
 import pickle
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +26,7 @@ Spelling = Callable[..., Tensor]
 class Attention(nn.Module):
     """Projections of q, k and v around an attention that `spelling` writes out."""
 
-    def __init__(self, spelling: Spelling, causal: bool = False) -> None:
+    def __init__(self, spelling, causal=False):
         super().__init__()
         self.qkv, self.out = nn.Linear(H * D, 3 * H * D), nn.Linear(H * D, H * D)
         self.spelling, self.causal = spelling, causal
@@ -42,7 +39,7 @@ class Attention(nn.Module):
         self.learned = nn.Parameter(torch.tensor(0.7))
         self.frozen = nn.Parameter(torch.tensor([D**-0.5]), requires_grad=False)
 
-    def forward(self, x: Tensor, **how: Any) -> Tensor:
+    def forward(self, x, **how):
         q, k, v = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))  # [B, H, N, D]
         return self.out(self.spelling(self, q, k, v, **how).transpose(1, 2).flatten(2))
 
@@ -50,32 +47,32 @@ class Attention(nn.Module):
 class Model(nn.Module):
     """Two layers, so that one must not disturb the other."""
 
-    def __init__(self, spelling: Spelling) -> None:
+    def __init__(self, spelling):
         super().__init__()
         self.layers = nn.ModuleList(Attention(spelling) for _ in range(2))
         self.norm = nn.LayerNorm(H * D)
 
-    def forward(self, x: Tensor, **how: Any) -> Tensor:
+    def forward(self, x, **how):
         for layer in self.layers:
             x = x + layer(self.norm(x), **how)
         return x
 
 
-def weights(q: Tensor, k: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+def weights(q, k, bias=0.0):
     """The formula by hand: softmax(q k̄ᵀ + bias)."""
     logits = torch.einsum("bhid,bhjd->bhij", q, k / k.norm(dim=-1, keepdim=True)) + bias
     return logits.exp() / logits.exp().sum(-1, keepdim=True)
 
 
-def quest(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+def quest(q, k, v, bias=0.0):
     return torch.einsum("bhij,bhjd->bhid", weights(q, k, bias), v)
 
 
 RIGHT: dict[str, tuple[Spelling, Spelling]] = {}
 
 
-def right(formula: Callable[..., Tensor] = lambda m, q, k, v: quest(q, k, v)) -> Callable[[Spelling], Spelling]:
-    def add(spelling: Spelling) -> Spelling:
+def right(formula=lambda m, q, k, v: quest(q, k, v)):
+    def add(spelling):
         RIGHT[spelling.__name__] = spelling, formula
         return spelling
 
@@ -86,50 +83,50 @@ def right(formula: Callable[..., Tensor] = lambda m, q, k, v: quest(q, k, v)) ->
 
 
 @right()
-def scale_after_product(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def scale_after_product(m, q, k, v):
     return m.dropout(m.softmax(q @ k.transpose(-2, -1) / math.sqrt(D))) @ v
 
 
-def layer_normed(*tensors: Tensor) -> list[Tensor]:
+def layer_normed(*tensors):
     return [F.layer_norm(x, (D,)) for x in tensors]
 
 
 @right(lambda m, q, k, v: quest(*layer_normed(q, k), v))
-def scale_on_normed_queries(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def scale_on_normed_queries(m, q, k, v):
     q, k = layer_normed(q, k)
     return F.softmax((q * D**-0.5) @ k.mT, dim=-1) @ v
 
 
 @right(lambda m, q, k, v: quest(F.normalize(q, dim=-1), k, v))
-def scale_on_queries_that_alone_are_normed(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def scale_on_queries_that_alone_are_normed(m, q, k, v):
     return ((F.normalize(q, dim=-1) * D**-0.5) @ k.mT).softmax(-1) @ v
 
 
 @right(lambda m, q, k, v: quest(F.normalize(q, dim=-1) * 7, k, v))
-def another_factor_on_queries_that_alone_are_normed(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def another_factor_on_queries_that_alone_are_normed(m, q, k, v):
     return ((F.normalize(q, dim=-1) * 7) @ k.mT).softmax(-1) @ v
 
 
 @right(lambda m, q, k, v: quest(q, k, v, m.bias))
-def baddbmm_with_alpha(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def baddbmm_with_alpha(m, q, k, v):
     bias = m.bias.expand(B, H, N, N).reshape(-1, N, N)
     logits = bias.baddbmm(batch1=q.flatten(0, 1), batch2=k.flatten(0, 1).transpose(1, 2), beta=1.0, alpha=D**-0.5)
     return torch.bmm(logits.softmax(-1, dtype=torch.float32).to(v.dtype), v.flatten(0, 1)).view(B, H, N, D)
 
 
 @right()
-def empty_baddbmm(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def empty_baddbmm(m, q, k, v):
     empty = torch.empty(B * H, N, N, dtype=q.dtype)
     logits = torch.baddbmm(empty, q.flatten(0, 1), k.flatten(0, 1).mT, beta=0, alpha=D**-0.5)
     return (logits.view(B, H, N, N).softmax(-1).view(B * H, N, N) @ v.flatten(0, 1)).unflatten(0, (B, H))
 
 
 @right()
-def scale_in_a_tensor_that_stands_first(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def scale_in_a_tensor_that_stands_first(m, q, k, v):
     return ((m.frozen * q) @ k.mT).softmax(-1) @ v
 
 
-def turned(x: Tensor, angles: Tensor) -> Tensor:
+def turned(x, angles):
     """Rotary positions [N, D / 2]."""
     cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
     return x * cos + torch.cat([-x[..., D // 2 :], x[..., : D // 2]], -1) * sin
@@ -139,7 +136,7 @@ ANGLES = torch.arange(N).float()[:, None].repeat(1, D // 2) / 10
 
 
 @right(lambda m, q, k, v: quest(turned(q, ANGLES), turned(k, ANGLES), v))
-def positions_from_a_table_with_a_factor(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def positions_from_a_table_with_a_factor(m, q, k, v):
     angles = torch.arange(N, dtype=q.dtype)[:, None].repeat(1, D // 2) * 0.1
     return ((turned(q, angles) * D**-0.5) @ turned(k, angles).mT).softmax(-1) @ v
 
@@ -148,7 +145,7 @@ def positions_from_a_table_with_a_factor(m: Any, q: Tensor, k: Tensor, v: Tensor
 
 
 @right()
-def in_place(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def in_place(m, q, k, v):
     logits = torch.bmm(q.reshape(-1, N, D), k.reshape(-1, N, D).transpose(1, 2))
     logits *= D**-0.5
     logits = logits.view(B, H, N, N)
@@ -157,20 +154,20 @@ def in_place(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @right()
-def einsum_heads_last(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def einsum_heads_last(m, q, k, v):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, N, H, D]
     w = F.softmax(torch.einsum("bqhd,bkhd->bqkh", q, k) * D**-0.5, dim=2)
     return torch.einsum("bqkh,bkhd->bhqd", w, v)
 
 
 @right()
-def heads_first(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def heads_first(m, q, k, v):
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [H, B, N, D]
     return ((q @ k.mT * D**-0.5).softmax(-1) @ v).transpose(0, 1)
 
 
 @right(lambda m, q, k, v: quest(q, k[:, :2].repeat_interleave(2, 1), v[:, :2].repeat_interleave(2, 1)))
-def shared_keys(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def shared_keys(m, q, k, v):
     k, v = k[:, :2], v[:, :2]
     q = q.unflatten(1, (2, 2))
     w = torch.einsum("bghnd,bgmd->bghnm", q, k).mul(D**-0.5).softmax(-1)
@@ -178,7 +175,7 @@ def shared_keys(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @right(lambda m, q, k, v: quest(q, k[:, :1].expand_as(q), v[:, :1].expand_as(q)))
-def one_key_head(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def one_key_head(m, q, k, v):
     w = torch.einsum("bhid,bjd->bhij", q * D**-0.5, k[:, 0]).softmax(-1)
     return torch.einsum("bhij,bjd->bhid", w, v[:, 0])
 
@@ -187,13 +184,13 @@ def one_key_head(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @right(lambda m, q, k, v: quest(q, k, v, CAUSAL))
-def mask_by_zeros_and_ones(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def mask_by_zeros_and_ones(m, q, k, v):
     past = torch.ones(N, N, dtype=q.dtype).tril()
     return ((q @ k.mT * D**-0.5) * past - 1e9 * (1 - past)).softmax(-1) @ v
 
 
 @right(lambda m, q, k, v: quest(q, k, v, CAUSAL + torch.outer(torch.arange(N), torch.arange(N))))
-def mask_by_a_number_and_linear_bias(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def mask_by_a_number_and_linear_bias(m, q, k, v):
     place = torch.arange(N, dtype=q.dtype)
     mask = (1.0 - torch.ones(N, N, dtype=q.dtype).tril()) * torch.finfo(q.dtype).min
     logits = q @ k.mT * D**-0.5
@@ -202,19 +199,19 @@ def mask_by_a_number_and_linear_bias(m: Any, q: Tensor, k: Tensor, v: Tensor) ->
 
 
 @right(lambda m, q, k, v: quest(q, k, v, m.bias))
-def bias_and_setitem(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def bias_and_setitem(m, q, k, v):
     padded = torch.full((B, H, N, N + 3), -math.inf, dtype=q.dtype)
     padded[..., :N] = (q * D**-0.5) @ k.mT + m.bias
     return (padded.softmax(-1)[..., :N] @ v).clamp(-1e4, 1e4)
 
 
-def with_sink(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def with_sink(m, q, k, v):
     powers = (q @ (k / k.norm(dim=-1, keepdim=True)).mT).exp()
     return powers @ v / (powers.sum(-1, keepdim=True) + math.exp(0.3))
 
 
 @right(with_sink)
-def sink_by_cat(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def sink_by_cat(m, q, k, v):
     logits = q @ k.mT * D**-0.5
     sink = torch.full((B, H, N, 1), 0.3, dtype=q.dtype)
     logits = torch.cat([sink, logits], -1)
@@ -223,13 +220,13 @@ def sink_by_cat(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @right(lambda m, q, k, v: quest(q, k, v, torch.block_diag(*[torch.ones(3, 3, dtype=q.dtype)] * 2).log()))
-def rolled_windows(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def rolled_windows(m, q, k, v):
     q, k, v = (x.roll(1, 2).roll(-1, 2).unflatten(2, (2, 3)).transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     w = m.softmax(q * D**-0.5 @ k.transpose(-2, -1) + q.new_zeros(3, 3))
     return (w @ v).unflatten(0, (B, 2)).transpose(1, 2).flatten(2, 3)
 
 
-def positions(m: Any) -> Tensor:
+def positions(m):
     waves = torch.arange(N)[:, None] / 10 ** torch.linspace(0, 2, H * D)
     return m.position(waves.sin().to(m.position.weight)).unflatten(-1, (H, D)).transpose(0, 1)  # [H, N, D]
 
@@ -264,7 +261,7 @@ for name, spelling in {
     RIGHT[name] = spelling, lambda m, q, k, v: quest(q, k, v, CAUSAL)
 
 
-def joined(x: Tensor) -> Tensor:
+def joined(x):
     return x.transpose(1, 2).flatten(2)
 
 
@@ -299,33 +296,33 @@ RIGHT |= {
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def top_k(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def top_k(m, q, k, v):
     logits = q @ k.mT * D**-0.5
     least = logits.topk(3, -1).values[..., -1:]
     return logits.masked_fill(logits < least, -math.inf).softmax(-1) @ v
 
 
-def two_softmaxes(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def two_softmaxes(m, q, k, v):
     logits = q @ k.mT * D**-0.5
     return logits.softmax(-1) @ v + logits.mT.softmax(-1) @ v
 
 
-def normed(weights: Tensor) -> Tensor:
+def normed(weights):
     return weights / weights.sum(-1, keepdim=True)
 
 
-def scaled_part(q: Tensor, k: Tensor) -> Tensor:
+def scaled_part(q, k):
     both = torch.stack([q, k]).contiguous()
     both[0] *= D**-0.5
     return both[0] @ both[1].mT
 
 
-def exponentials(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def exponentials(m, q, k, v):
     w = (q @ k.mT * D**-0.5).exp()
     return w / w.sum(-1, keepdim=True) @ v
 
 
-def slots(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def slots(m, q, k, v):
     w = torch.einsum("bhid,bhjd->bhij", q, k).mul(D**-0.5).softmax(dim=2) + 1e-8
     return (w / w.sum(-1, keepdim=True)) @ v
 
@@ -334,26 +331,26 @@ class Hidden(torch.autograd.Function):
     """A product with a derivative of its own."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor) -> Tensor:
+    def forward(ctx, q, k):
         return q @ k.mT
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx, *grads):
         raise NotImplementedError
 
 
-def cosines(q: Tensor, k: Tensor) -> Tensor:
+def cosines(q, k):
     return F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT
 
 
-def mixed(m: Any, q: Tensor, k: Tensor) -> Tensor:
+def mixed(m, q, k):
     return torch.einsum("bhij,hg->bgij", q @ k.mT * D**-0.5, m.mix)
 
 
 FACTOR = torch.full((D,), D**-0.5)
 
 
-def with_a_feature(q: Tensor, k: Tensor, more: Tensor) -> Tensor:
+def with_a_feature(q, k, more):
     """Logits of scaled queries to which one unscaled feature is appended, and keys with `more` for it."""
     q, k = (torch.cat([x, y.expand(B, H, N, 1)], -1) for x, y in ((q * D**-0.5, torch.ones(1)), (k, more)))
     return q @ k.mT
@@ -403,10 +400,7 @@ WRONG: dict[str, tuple[str, Spelling]] = {
         "exp",
         lambda m, q, k, v: normed((q[:, :, :, None] * k[:, :, None]).sum(-1).exp()) @ v,
     ),
-    "values by entries": (
-        "exp",
-        lambda m, q, k, v: (normed((q @ k.mT).exp())[..., None] * v[:, :, None]).sum(-2),
-    ),
+    "values by entries": ("exp", lambda m, q, k, v: (normed((q @ k.mT).exp())[..., None] * v[:, :, None]).sum(-2)),
     "distances": ("cdist", lambda m, q, k, v: (-torch.cdist(q, k)).softmax(-1) @ v),
     "einsum of three": (
         "more than two tensors",
@@ -426,17 +420,17 @@ WRONG: dict[str, tuple[str, Spelling]] = {
 # --- what keeps its class ---------------------------------------------------------------------------------------------
 
 
-def channels(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def channels(m, q, k, v):
     q, k = F.normalize(q.mT, dim=-1), F.normalize(k.mT, dim=-1)  # [B, H, D, N]
     return ((q @ k.mT * m.temperature).softmax(-1) @ v.mT).mT
 
 
-def state_space(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def state_space(m, q, k, v):
     decay = torch.einsum("bhnd,hd->bhnd", q.sigmoid(), -m.memory[:, 0].exp()).exp()
     return (decay * v) @ (k.mT @ q)
 
 
-def router(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def router(m, q, k, v):
     gates = (q @ m.memory.mT).softmax(-1)
     return sum((gates[..., i : i + 1] * v for i in range(3)), torch.zeros(()))
 
@@ -451,12 +445,12 @@ LEFT: dict[str, Spelling] = {
 }
 
 
-def make(spelling: Spelling) -> tuple[nn.Module, Tensor]:
+def make(spelling):
     torch.manual_seed(0)
     return Model(spelling), torch.randn(B, N, H * D)
 
 
-def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+def gradients(model, x):
     torch.manual_seed(1)
     out = model(x)
     model.zero_grad()
@@ -465,7 +459,7 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_right(name: str) -> None:
+def test_right(name):
     spelling, formula = RIGHT[name]
     model, x = make(spelling)
     stock = copy.deepcopy(model)
@@ -481,9 +475,9 @@ def test_right(name: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_module_without_parameters_gets_its_mechanism_where_the_queries_are(device: str) -> None:
+def test_a_module_without_parameters_gets_its_mechanism_where_the_queries_are(device):
     class Attend(nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def forward(self, q, k, v):
             return (q @ k.mT * D**-0.5).softmax(-1) @ v
 
     model = Model(lambda m, q, k, v: m.attend(q, k, v))
@@ -496,8 +490,8 @@ def test_a_module_without_parameters_gets_its_mechanism_where_the_queries_are(de
     assert model(x).shape == x.shape
 
 
-def test_logits_of_an_earlier_module_may_be_added() -> None:
-    def spelling(m: Any, q: Tensor, k: Tensor, v: Tensor, before: list[Tensor], by_hand: bool = False) -> Tensor:
+def test_logits_of_an_earlier_module_may_be_added():
+    def spelling(m, q, k, v, before, by_hand=False):
         logits = q @ F.normalize(k, dim=-1).mT if by_hand else q @ k.mT * D**-0.5
         before.append(logits + before[-1] if before else logits)
         return before[-1].softmax(-1) @ v
@@ -509,7 +503,7 @@ def test_logits_of_an_earlier_module_may_be_added() -> None:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong(name: str) -> None:
+def test_wrong(name):
     message, spelling = WRONG[name]
     model, x = make(spelling)
     with pytest.raises((UnsupportedError, InjectionError), match=message):
@@ -517,7 +511,7 @@ def test_wrong(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_left_alone(name: str) -> None:
+def test_left_alone(name):
     model, x = make(LEFT[name])
     finding = Finding(model)
     finding.run(x)
@@ -528,31 +522,31 @@ def test_left_alone(name: str) -> None:
     assert report.left_alone == ("1.layers.0", "1.layers.1")
 
 
-def test_what_does_not_run_is_left_as_others_of_its_class_are() -> None:
+def test_what_does_not_run_is_left_as_others_of_its_class_are():
     model, x = make(scale_after_product)
     kind = type("GateAttention", (nn.Linear,), {})
     model.norm, model.unused = nn.Sequential(model.norm, kind(H * D, H * D)), kind(H * D, H * D)
     assert quest_core.inject(model, "quest", example=x)[1].left_alone == ("norm.1", "unused")
 
 
-def test_a_module_that_the_example_calls_by_names_is_seen_whole() -> None:
+def test_a_module_that_the_example_calls_by_names_is_seen_whole():
     model, x = make(lambda m, q, k, v: q * k.mean(2, keepdim=True).sigmoid() * v)
     whole = nn.ModuleList([Model(scale_after_product), *model.layers])
     _, report = quest_core.inject(whole, "quest", example=lambda whole: [layer(x=x) for layer in whole])
     assert report.left_alone == ("1", "2")
 
 
-def kernel(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def kernel(m, q, k, v):
     return torch.from_numpy(q.numpy() @ k.mT.numpy() @ v.numpy())
 
 
-def test_what_no_function_of_pytorch_computes_may_be_attention() -> None:
+def test_what_no_function_of_pytorch_computes_may_be_attention():
     model, x = make(kernel)
     with torch.no_grad(), pytest.raises(InjectionError, match="look like attention.*layers.0"):
         quest_core.inject(nn.Sequential(Model(scale_after_product), model.eval()), "quest", example=x)
 
 
-def test_an_adapter_may_say_that_kernels_of_its_host_do_not_attend() -> None:
+def test_an_adapter_may_say_that_kernels_of_its_host_do_not_attend():
     class Host(TorchAdapter):
         kernels_attend = False
 
@@ -566,7 +560,7 @@ def test_an_adapter_may_say_that_kernels_of_its_host_do_not_attend() -> None:
 # --- at run time ------------------------------------------------------------------------------------------------------
 
 
-def injected(name: str, attention: Any = "quest") -> tuple[nn.Module, Tensor]:
+def injected(name, attention="quest"):
     model, x = make(RIGHT[name][0])
     return quest_core.inject(model, attention, example=x)[0].eval(), x
 
@@ -574,7 +568,7 @@ def injected(name: str, attention: Any = "quest") -> tuple[nn.Module, Tensor]:
 @pytest.mark.needs_torch("2.6", "torch.compile of function modes")
 @pytest.mark.parametrize("name", RIGHT)
 @pytest.mark.drawn(15)
-def test_compiles_to_one_graph(name: str) -> None:
+def test_compiles_to_one_graph(name):
     model, x = injected(name)
     wanted = model(x)
     torch._dynamo.reset()
@@ -582,7 +576,7 @@ def test_compiles_to_one_graph(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_copies_and_precisions(name: str) -> None:
+def test_copies_and_precisions(name):
     model, x = injected(name)
     wanted = model(x)
     if "<lambda>" not in RIGHT[name][0].__name__:
@@ -593,7 +587,7 @@ def test_copies_and_precisions(name: str) -> None:
     torch.testing.assert_close(half, wanted, atol=0.05, rtol=0.05, check_dtype=False)
 
 
-def test_a_checkpoint_repeats_the_same_attention() -> None:
+def test_a_checkpoint_repeats_the_same_attention():
     model, x = injected("scale_after_product")
     wanted = gradients(model, x)
     for layer in model.layers:
@@ -602,8 +596,8 @@ def test_a_checkpoint_repeats_the_same_attention() -> None:
         torch.testing.assert_close(got, grad)
 
 
-def test_a_checkpoint_inside_is_refused() -> None:
-    def inside(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def test_a_checkpoint_inside_is_refused():
+    def inside(m, q, k, v):
         return checkpoint(scale_after_product, m, q, k, v, use_reentrant=False)
 
     model, x = make(inside)
@@ -612,7 +606,7 @@ def test_a_checkpoint_inside_is_refused() -> None:
         model(x)
 
 
-def changed(m: Any, q: Tensor, k: Tensor, v: Tensor, way: str = "") -> Tensor:
+def changed(m, q, k, v, way=""):
     logits = k @ q.mT if way == "swapped" else q @ k.mT
     logits = logits * (0.3 if way == "factor" else D**-0.5)
     logits = logits.tanh() if way == "function" else logits
@@ -626,17 +620,17 @@ def changed(m: Any, q: Tensor, k: Tensor, v: Tensor, way: str = "") -> Tensor:
 
 
 @pytest.mark.parametrize("way", ["factor", "function", "path", "longer"])
-def test_another_way_than_in_the_example_is_refused(way: str) -> None:
+def test_another_way_than_in_the_example_is_refused(way):
     model, x = make(changed)
     quest_core.inject(model, "quest", example=x)
     with pytest.raises(UnsupportedError, match=r"'layers.0' .* not written as in the example"):
         model(x, way=way)
 
 
-def test_a_scaled_part_may_be_added_later_to_what_has_no_factor() -> None:
+def test_a_scaled_part_may_be_added_later_to_what_has_no_factor():
     """As LoRA does, which multiplies its part by a number."""
 
-    def spelling(m: Any, q: Tensor, k: Tensor, v: Tensor, part: float = 0.0) -> Tensor:
+    def spelling(m, q, k, v, part=0.0):
         return ((q + part * v if part else q) @ k.mT * D**-0.5).softmax(-1) @ v
 
     model, x = make(spelling)
@@ -648,10 +642,10 @@ def test_a_scaled_part_may_be_added_later_to_what_has_no_factor() -> None:
 
 
 @pytest.mark.parametrize("length", [N, 2 * N])
-def test_a_table_is_made_once_and_is_no_product_of_the_attention(length: int) -> None:
+def test_a_table_is_made_once_and_is_no_product_of_the_attention(length):
     """Its einsum runs in the example, and later only for longer inputs."""
 
-    def spelling(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def spelling(m, q, k, v):
         if not hasattr(m, "angles") or len(m.angles) < q.shape[2]:
             m.angles = torch.einsum("i,j->ij", torch.arange(q.shape[2]).float(), 10.0 ** -torch.arange(D // 2))
         q, k = (turned(x, m.angles[: q.shape[2]]) for x in (q, k))
@@ -668,15 +662,15 @@ def test_a_table_is_made_once_and_is_no_product_of_the_attention(length: int) ->
         torch.testing.assert_close(found, fresh(x))
 
 
-def test_another_mask_than_in_the_example_is_the_hosts() -> None:
+def test_another_mask_than_in_the_example_is_the_hosts():
     model, x = make(changed)
     quest_core.inject(model, "quest", example=x)
     causal, x[:, -1] = model(x, way="mask"), 0.0
     torch.testing.assert_close(model(x, way="mask")[:, :-1], causal[:, :-1])
 
 
-def test_left_padding_changes_nothing() -> None:
-    def padded(m: Any, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None = None) -> Tensor:
+def test_left_padding_changes_nothing():
+    def padded(m, q, k, v, real=None):
         logits = q @ k.mT / math.sqrt(D)
         if real is not None:
             logits = logits + torch.where(real, 0.0, torch.finfo(q.dtype).min)[:, None, None]
@@ -689,8 +683,8 @@ def test_left_padding_changes_nothing() -> None:
     torch.testing.assert_close(out[:, 3:], model(x))
 
 
-def test_decoding_with_a_cache_equals_all_tokens() -> None:
-    def cached(m: Any, q: Tensor, k: Tensor, v: Tensor, cache: dict[Any, Tensor] | None = None) -> Tensor:
+def test_decoding_with_a_cache_equals_all_tokens():
+    def cached(m, q, k, v, cache=None):
         if cache is not None:
             k, v = (torch.cat([cache[m, i], x], 2) if (m, i) in cache else x for i, x in enumerate((k, v)))
             cache.update({(m, 0): k, (m, 1): v})
@@ -699,7 +693,7 @@ def test_decoding_with_a_cache_equals_all_tokens() -> None:
 
     model, x = make(cached)
     model, _ = quest_core.inject(model, "quest", example=x)
-    cache: dict[Any, Tensor] = {}
+    cache = {}
     steps = torch.cat([model(x[:, i : i + 1], cache=cache) for i in range(N)], 1)
     torch.testing.assert_close(steps, model(x))
 
@@ -711,7 +705,7 @@ def test_decoding_with_a_cache_equals_all_tokens() -> None:
     "attention", ["qnorm", "qknorm", "qknorm-hs", "quest+sigmoid", "quest+sinkhorn", "sigmoid", "quest(scale=2)"]
 )
 @pytest.mark.parametrize("name", ["scale_after_product", "scale_on_queries", "scale_on_both", "baddbmm_with_alpha"])
-def test_equals_the_mechanism(name: str, attention: str) -> None:
+def test_equals_the_mechanism(name, attention):
     model, x = make(RIGHT[name][0])
     if name == "baddbmm_with_alpha" and "qk" in attention:
         with pytest.raises(UnsupportedError, match="axis of heads"):
@@ -727,26 +721,26 @@ def test_equals_the_mechanism(name: str, attention: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["gqa(kv_heads=2)", "linear", "aft-simple", "elliptical", "dgqa(kv_heads=2)"])
-def test_what_needs_more_is_refused(attention: str) -> None:
+def test_what_needs_more_is_refused(attention):
     model, x = make(scale_after_product)
     with pytest.raises(UnsupportedError, match="Possible here: .*quest"):
         quest_core.inject(model, attention, example=x)
 
 
-def test_learned_scores_need_the_axis_of_heads() -> None:
+def test_learned_scores_need_the_axis_of_heads():
     model, x = make(einsum_heads_last)
     quest_core.inject(model, "qknorm", example=x)
     assert model.layers[0].mechanism.score.query_scale.shape == (H, D)
 
 
-def test_attention_changes_later_without_an_example() -> None:
+def test_attention_changes_later_without_an_example():
     model, x = injected("scale_after_product")
     stock = make(scale_after_product)[0].eval()
     quest_core.inject(model, "standard")
     assert torch.equal(model(x), stock(x))
 
 
-def test_sinks_take_no_other_normalizer() -> None:
+def test_sinks_take_no_other_normalizer():
     model, x = make(sink_by_cat)
     with pytest.raises(UnsupportedError, match="sigmoid"):
         quest_core.inject(model, "quest+sigmoid", example=x)
@@ -755,8 +749,8 @@ def test_sinks_take_no_other_normalizer() -> None:
 @pytest.mark.parametrize(
     "name", ["keys_first", "einsum_heads_last", "shared_keys", "one_key_head", "relative_positions"]
 )
-def test_another_normalizer_finds_the_axes_of_queries_and_keys(name: str) -> None:
-    def logistic(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def test_another_normalizer_finds_the_axes_of_queries_and_keys(name):
+    def logistic(m, q, k, v):
         if name == "shared_keys":
             k, v = (x[:, :2].repeat_interleave(2, 1) for x in (k, v))
         if name == "one_key_head":
@@ -789,14 +783,14 @@ WATCHED: dict[str, tuple[bool, Callable[..., Tensor | float]]] = {
 @pytest.mark.parametrize("attention", ["standard", "quest", "quest+sigmoid"])
 @pytest.mark.parametrize("name", WATCHED)
 @pytest.mark.drawn(12)
-def test_a_monitor_sees_the_logits_of_the_host(name: str, attention: str) -> None:
+def test_a_monitor_sees_the_logits_of_the_host(name, attention):
     heads, bias = WATCHED[name]
     model, x = make(RIGHT[name][0])
     if "sigmoid" in attention and name == "bias_and_setitem":
         return
-    wanted: list[dict[str, Any]] = []
+    wanted = []
 
-    def by_hand(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def by_hand(m, q, k, v):
         keys = k * D**-0.5 if attention == "standard" else k / k.norm(dim=-1, keepdim=True)
         logits = q @ keys.mT + bias(m, q)
         seen = (logits > -math.inf).sum(-1, keepdim=True)
@@ -825,7 +819,7 @@ def test_a_monitor_sees_the_logits_of_the_host(name: str, attention: str) -> Non
 
 
 @pytest.mark.needs_torch("2.6", "torch.compile of function modes")
-def test_a_monitor_watches_compiled_models() -> None:
+def test_a_monitor_watches_compiled_models():
     model, x = injected("causal_mask")
     compiled = torch.compile(model, backend="eager")
     wanted = compiled(x)

@@ -1,14 +1,10 @@
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 
 from .ranks import Ranks
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
+def ranks():
     """Two processes of one gloo group, started at the first use."""
     started = Ranks()
     yield started

@@ -1,8 +1,6 @@
 """A small Transformer and its training, alike on one process and on several; in float64, where sums in another order
 do not show."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Two processes that all tests of this folder share, because starting them takes longer than the tests."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import tempfile
@@ -61,7 +59,7 @@ class Ranks:
         while len(answers) + len(failures) < self.world and time.monotonic() < end:
             waiting = [p for r, p in enumerate(self._pipes) if r not in answers and r not in failures]
             for pipe in wait(waiting, timeout=0.5):
-                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                rank = self._pipes.index(pipe)
                 try:
                     ok, value = self._pipes[rank].recv()
                 except EOFError:

@@ -4,15 +4,11 @@ PyTorch enters only the kernels of CUDA into its ring. Here the CPU's kernel is 
 PyTorch's own: the order of the tokens, the ring in both directions and how partial results are merged.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import context_parallel, register_sharding
 from torch.distributed.tensor.experimental._attention import context_parallel_unshard
@@ -21,7 +17,6 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 import quest_core
 
 from .models import E, H, N, check_same, data
-from .ranks import Ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -29,42 +24,29 @@ aten = torch.ops.aten
 
 
 @functools.cache
-def enter_cpu_kernel() -> None:
+def enter_cpu_kernel():
     """Let PyTorch's ring attention run the CPU's kernel, in as many bits as the inputs have."""
     forward = aten._scaled_dot_product_flash_attention_for_cpu.default
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     ring._cp_options.convert_to_f32 = False
 
     @register_sharding(forward)
-    def _(q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):  # type: ignore[no-untyped-def]
+    def _(q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
         return [([Shard(2)] * 2, [*[Shard(2)] * 3, None, None])]
 
     @register_sharding(backward)
-    def _(grad, q, k, v, out, lse, dropout_p, is_causal, *, attn_mask=None, scale=None):  # type: ignore[no-untyped-def]
+    def _(grad, q, k, v, out, lse, dropout_p, is_causal, *, attn_mask=None, scale=None):
         return [([Shard(2)] * 3, [*[Shard(2)] * 6, None, None])]
 
-    def forward_ring(
-        group: Any, q: Tensor, k: Tensor, v: Tensor, p: float = 0.0, is_causal: bool = False, **o: Any
-    ) -> Any:
+    def forward_ring(group, q, k, v, p=0.0, is_causal=False, **o):
         return ring._templated_ring_attention(group, 2, forward, q, k, v, is_causal=is_causal, dropout_p=p, **o)
 
-    def backward_ring(
-        group: Any,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        p: float,
-        is_causal: bool,
-        **o: Any,
-    ) -> Any:
+    def backward_ring(group, grad, q, k, v, out, lse, p, is_causal, **o):
         return ring._templated_ring_attention_backward(
             group, 2, backward, grad, "grad_out", q, k, v, out, lse, is_causal, dropout_p=p, **o
         )
 
-    def handle(op: Any, args: Any, kwargs: Any) -> object:
+    def handle(op, args, kwargs):
         info = DTensor._op_dispatcher.unwrap_to_op_info(op, args, kwargs)
         DTensor._op_dispatcher.sharding_propagator.propagate(info)
         run = {forward: forward_ring, backward: backward_ring}[op]
@@ -74,20 +56,20 @@ def enter_cpu_kernel() -> None:
     ring.custom_ops.update({forward: handle, backward: handle})
 
 
-def layer(attention: str) -> quest_core.Attention:
+def layer(attention):
     torch.manual_seed(0)
     made = quest_core.Attention(E, H, attention, dtype=torch.float64)
     quest_core.chain(made)
     return made
 
 
-def step(made: quest_core.Attention, x: Tensor, is_causal: bool) -> Tensor:
+def step(made, x, is_causal):
     out = made(x, is_causal=is_causal)
     out.square().sum().backward()
     return out.detach()
 
 
-def divided(rank: int, attention: str, is_causal: bool) -> dict[str, Tensor]:
+def divided(rank, attention, is_causal):
     enter_cpu_kernel()
     ring._cp_options.enable_load_balance = is_causal  # PyTorch refuses to balance what is not causal
     made, x = layer(attention), data(0)[0]
@@ -104,7 +86,7 @@ def divided(rank: int, attention: str, is_causal: bool) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize("attention", ["standard", "quest", "qnorm", "qknorm-hs", "qknorm", "quest+gqa(kv_heads=2)"])
-def test_divided_tokens_attend_to_all(ranks: Ranks, attention: str, is_causal: bool) -> None:
+def test_divided_tokens_attend_to_all(ranks, attention, is_causal):
     whole = layer(attention)
     wanted = {"out": step(whole, data(0)[0], is_causal)}
     wanted |= {name: p.grad for name, p in whole.named_parameters()}
@@ -115,7 +97,7 @@ def test_divided_tokens_attend_to_all(ranks: Ranks, attention: str, is_causal: b
 REFUSED = ["quest+sigmoid", "quest+sinkhorn", "elliptical-quest", "quest+kdgqa(kv_heads=2)", "linear", "aft-simple"]
 
 
-def refusals(rank: int) -> list[str]:
+def refusals(rank):
     said = []
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
     for attention in REFUSED:
@@ -130,7 +112,7 @@ def refusals(rank: int) -> list[str]:
     return [*said, str(e.value)]
 
 
-def test_what_would_attend_to_a_part_is_refused_by_name(ranks: Ranks) -> None:
+def test_what_would_attend_to_a_part_is_refused_by_name(ranks):
     for said in ranks.run(refusals):
         assert len(said) == len(REFUSED) + 1
         for attention, text in zip(REFUSED, said, strict=False):

@@ -1,15 +1,11 @@
 """DistributedDataParallel and fully_shard on two processes equal one process with the whole batch."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -23,14 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 import quest_core
 
 from .models import TRAINED, E, build, check_same, data, half, sgd, tensors, train
-from .ranks import Ranks
 
 pytestmark = pytest.mark.distributed
 
 DGQA = "quest+dgqa(kv_heads=2, window=1)"
 
 
-def single(attention: str, steps: int = 3) -> dict[str, Tensor]:
+def single(attention, steps=3):
     model = build(attention)
     train(model, steps=range(steps))
     return tensors(model)
@@ -39,7 +34,7 @@ def single(attention: str, steps: int = 3) -> dict[str, Tensor]:
 # --- DistributedDataParallel ------------------------------------------------------------------------------------------
 
 
-def ddp(rank: int, attention: str, recompute: bool) -> dict[str, Tensor]:
+def ddp(rank, attention, recompute):
     model = build(attention, recompute=recompute)
     train(DistributedDataParallel(model), half(rank))
     return tensors(model)
@@ -47,33 +42,33 @@ def ddp(rank: int, attention: str, recompute: bool) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "activation checkpointing"])
 @pytest.mark.parametrize("attention", TRAINED)
-def test_ddp_trains_as_one_process(ranks: Ranks, attention: str, recompute: bool) -> None:
+def test_ddp_trains_as_one_process(ranks, attention, recompute):
     wanted = single(attention)
     for got in ranks.run(ddp, attention, recompute):
         check_same(got, wanted)
 
 
-def ddp_injected(rank: int, attention: str) -> dict[str, Tensor]:
+def ddp_injected(rank, attention):
     model, _ = encoder(attention)
     train(DistributedDataParallel(model), half(rank))
     return tensors(model)
 
 
-def encoder(attention: str) -> tuple[nn.Module, quest_core.Report]:
+def encoder(attention):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(E, 4, 2 * E, dropout=0.0, batch_first=True)
     return quest_core.inject(nn.TransformerEncoder(layer, 2).double(), attention)
 
 
 @pytest.mark.parametrize("attention", ["quest", DGQA])
-def test_an_injected_model_trains_under_ddp(ranks: Ranks, attention: str) -> None:
+def test_an_injected_model_trains_under_ddp(ranks, attention):
     model, _ = encoder(attention)
     train(model)
     for got in ranks.run(ddp_injected, attention):
         check_same(got, tensors(model))
 
 
-def ddp_compiled(rank: int) -> tuple[dict[str, Tensor], int]:
+def ddp_compiled(rank):
     model = build(DGQA)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     train(DistributedDataParallel(compiled), half(rank))
@@ -82,7 +77,7 @@ def ddp_compiled(rank: int) -> tuple[dict[str, Tensor], int]:
 
 
 @pytest.mark.slow
-def test_dgqa_shares_its_statistics_inside_a_compiled_graph(ranks: Ranks) -> None:
+def test_dgqa_shares_its_statistics_inside_a_compiled_graph(ranks):
     wanted = single(DGQA)
     for got, steps in ranks.run(ddp_compiled):
         assert steps == 3
@@ -92,7 +87,7 @@ def test_dgqa_shares_its_statistics_inside_a_compiled_graph(ranks: Ranks) -> Non
 # --- dgqa -------------------------------------------------------------------------------------------------------------
 
 
-def dgqa_alone(rank: int, how: str) -> dict[str, Tensor]:
+def dgqa_alone(rank, how):
     """No wrapper that would share buffers; each rank sees other data, and rank 1 more of it."""
     model = build(DGQA)
     if how == "own group":
@@ -109,7 +104,7 @@ def dgqa_alone(rank: int, how: str) -> dict[str, Tensor]:
     return {name: x for name, x in tensors(model).items() if "grouping" in name}
 
 
-def observed() -> dict[str, Tensor]:
+def observed():
     model = build(DGQA)
     for step in range(3):
         model(data(step)[0])
@@ -117,7 +112,7 @@ def observed() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("how", ["uneven batches", "empty batch"])
-def test_dgqa_holds_the_same_sizes_on_all_ranks(ranks: Ranks, how: str) -> None:
+def test_dgqa_holds_the_same_sizes_on_all_ranks(ranks, how):
     wanted = observed()
     assert any(not torch.equal(x, torch.tensor([2, 2])) for name, x in wanted.items() if name.endswith("sizes"))
     first, second = ranks.run(dgqa_alone, how)
@@ -126,7 +121,7 @@ def test_dgqa_holds_the_same_sizes_on_all_ranks(ranks: Ranks, how: str) -> None:
         torch.testing.assert_close(first[name], x)
 
 
-def test_dgqa_can_be_told_which_ranks_share(ranks: Ranks) -> None:
+def test_dgqa_can_be_told_which_ranks_share(ranks):
     first, second = ranks.run(dgqa_alone, "own group")
     assert any(not torch.equal(first[name], second[name]) for name in first)
 
@@ -134,14 +129,14 @@ def test_dgqa_can_be_told_which_ranks_share(ranks: Ranks) -> None:
 # --- fully_shard ------------------------------------------------------------------------------------------------------
 
 
-def shard(model: nn.Module) -> nn.Module:
+def shard(model):
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    for block in model.blocks:  # type: ignore[union-attr]
+    for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-def fsdp(rank: int, attention: str, recompute: bool) -> tuple[dict[str, Tensor], bool]:
+def fsdp(rank, attention, recompute):
     model = shard(build(attention, recompute=recompute))
     train(model, half(rank))
     weight = model.blocks[0].attention.k_proj.weight
@@ -150,7 +145,7 @@ def fsdp(rank: int, attention: str, recompute: bool) -> tuple[dict[str, Tensor],
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "activation checkpointing"])
 @pytest.mark.parametrize("attention", TRAINED)
-def test_fully_shard_trains_as_one_process(ranks: Ranks, attention: str, recompute: bool) -> None:
+def test_fully_shard_trains_as_one_process(ranks, attention, recompute):
     wanted = single(attention)
     for got, sharded in ranks.run(fsdp, attention, recompute):
         assert sharded
@@ -160,47 +155,47 @@ def test_fully_shard_trains_as_one_process(ranks: Ranks, attention: str, recompu
 class Host(nn.Module):
     """A block that no adapter knows: it calls scaled_dot_product_attention."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv, self.out = nn.Linear(E, 3 * E), nn.Linear(E, E)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4).unbind()
         out = nn.functional.scaled_dot_product_attention(q, k, v)
         return x + self.out(out.transpose(1, 2).flatten(2))
 
 
 class Hosts(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(Host() for _ in range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = block(x)
         return x
 
 
-def universal() -> nn.Module:
+def universal():
     torch.manual_seed(0)
     return quest_core.inject(Hosts().double(), "qknorm-hs", example=data(0)[0])[0]
 
 
-def universal_on_two(rank: int, how: str) -> dict[str, Tensor]:
+def universal_on_two(rank, how):
     model = universal()
     train(shard(model) if how == "fsdp" else DistributedDataParallel(model), half(rank))
     return tensors(model)
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_universal_sites_train_as_one_process(ranks: Ranks, how: str) -> None:
+def test_universal_sites_train_as_one_process(ranks, how):
     model = universal()
     train(model)
     for got in ranks.run(universal_on_two, how):
         check_same(got, tensors(model))
 
 
-def fsdp_interrupted(rank: int, attention: str, folder: str) -> dict[str, Tensor]:
+def fsdp_interrupted(rank, attention, folder):
     model = shard(build(attention))
     optimizer = sgd(model)
     train(model, half(rank), steps=range(2), optimizer=optimizer)
@@ -217,19 +212,19 @@ def fsdp_interrupted(rank: int, attention: str, folder: str) -> dict[str, Tensor
 
 
 @pytest.mark.parametrize("attention", ["quest", "qknorm-hs", DGQA])
-def test_a_distributed_checkpoint_resumes_exactly(ranks: Ranks, attention: str, tmp_path: Path) -> None:
+def test_a_distributed_checkpoint_resumes_exactly(ranks, attention, tmp_path):
     wanted = single(attention, 4)
     for got in ranks.run(fsdp_interrupted, attention, str(tmp_path)):
         check_same(got, wanted)
 
 
-def refusal(load: Callable[[], Any]) -> str:
+def refusal(load):
     with pytest.raises(quest_core.CheckpointError) as error:
         load()
     return str(error.value)
 
 
-def checkpoint_of_another(rank: int, folder: str) -> dict[str, str]:
+def checkpoint_of_another(rank, folder):
     """The errors when a quest model's checkpoint is loaded into another one, by each way of saving."""
     model, other, sigmoid = shard(build("quest")), shard(build("standard")), shard(build("sigmoid"))
     said = {}
@@ -255,7 +250,7 @@ def checkpoint_of_another(rank: int, folder: str) -> dict[str, str]:
     return said
 
 
-def test_a_checkpoint_of_another_mechanism_is_named(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_mechanism_is_named(ranks, tmp_path):
     for said in ranks.run(checkpoint_of_another, str(tmp_path)):
         assert len(said) == 5
         for way, text in said.items():

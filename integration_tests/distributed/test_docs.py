@@ -1,14 +1,11 @@
 """The snippets of docs/distributed.md run as they stand."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from .ranks import Ranks
 from .test_context_parallel import enter_cpu_kernel
 
 pytestmark = pytest.mark.distributed
@@ -17,7 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
 SNIPPETS = re.findall(r"<!-- tested -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
-def run(rank: int, code: str, folder: str) -> bool:
+def run(rank, code, folder):
     enter_cpu_kernel()  # missing in context_parallel on a CPU
     scope = {"device": "cpu", "folder": folder}
     exec(compile(code, PAGE.name, "exec"), scope)
@@ -25,9 +22,9 @@ def run(rank: int, code: str, folder: str) -> bool:
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
-def test_snippets_run(ranks: Ranks, snippet: str, tmp_path: Path) -> None:
+def test_snippets_run(ranks, snippet, tmp_path):
     assert ranks.run(run, snippet, str(tmp_path)) == [True, True]
 
 
-def test_every_snippet_is_tested() -> None:
+def test_every_snippet_is_tested():
     assert len(SNIPPETS) == PAGE.read_text().count("```python") == 4

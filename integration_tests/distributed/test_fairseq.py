@@ -1,7 +1,5 @@
 """fairseq-train on two processes: the losses of one process that accumulates the same batches; resumed runs."""
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -27,10 +25,10 @@ RUN += "--decoder-attention-heads 4 --ddp-backend legacy_ddp --clip-norm 1"
 TWO = ["--distributed-backend", "gloo", "--distributed-world-size", "2"]
 
 
-def run(*commands: list[object], folder: Path | None = None) -> str:
+def run(*commands, folder=None):
     """Run processes side by side in `folder`; the output of the first, which is rank 0."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipes: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     pipes |= {"env": environment, "cwd": folder}
     started = [subprocess.Popen(list(map(str, command)), **pipes) for command in commands]
     try:
@@ -44,7 +42,7 @@ def run(*commands: list[object], folder: Path | None = None) -> str:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
+def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     draw = random.Random(0)
     for split, sentences in (("train", 90), ("valid", 12)):
@@ -56,8 +54,8 @@ def data(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one(data: Path, tmp_path: Path) -> None:
-    given: list[object] = [data, "--user-dir", USER_DIR, "--attention", "qknorm-hs+gqa(kv_heads=2)", *RUN.split()]
+def test_two_processes_train_as_one(data, tmp_path):
+    given = [data, "--user-dir", USER_DIR, "--attention", "qknorm-hs+gqa(kv_heads=2)", *RUN.split()]
     train = [TOOLS / "fairseq-train", *given]
     one = run([*train, "--update-freq", "2", "--save-dir", tmp_path / "one"])
     # fairseq itself starts as many processes as there are GPUs, and under torchrun takes the rank modulo that number:
@@ -78,11 +76,11 @@ def test_two_processes_train_as_one(data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_resume_and_refuse_another_attention(data: Path, tmp_path: Path) -> None:
+def test_two_processes_resume_and_refuse_another_attention(data, tmp_path):
     """Rank 0 reads the checkpoint and hands it on; its attention must arrive with it."""
 
-    def train(attention: str, updates: int) -> str:
-        given: list[object] = [data, "--user-dir", USER_DIR, *RUN.split(), "--save-dir", tmp_path, *TWO]
+    def train(attention, updates):
+        given = [data, "--user-dir", USER_DIR, *RUN.split(), "--save-dir", tmp_path, *TWO]
         given += ["--distributed-no-spawn", "--attention", attention, "--max-update", updates]
         given += ["--distributed-init-method", f"file://{tmp_path}/meeting-{attention}-{updates}"]
         return run(*([TOOLS / "fairseq-train", *given, "--distributed-rank", rank] for rank in (0, 1)))
@@ -95,12 +93,10 @@ def test_two_processes_resume_and_refuse_another_attention(data: Path, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])  # fp16 of fairseq needs a GPU
-def test_a_shipped_yaml_keeps_its_batch_and_schedule_on_two_processes(
-    precision: str, data: Path, tmp_path: Path
-) -> None:
+def test_a_shipped_yaml_keeps_its_batch_and_schedule_on_two_processes(precision, data, tmp_path):
     """Started as the README says, with `quest run`; fairseq's log counts sequences over all processes."""
 
-    def command(folder: str, *more: str) -> list[object]:
+    def command(folder, *more):
         given = [f"task.data={data}", f"checkpoint.save_dir={tmp_path / folder}", "common.cpu=true"]
         given += [f"hydra.run.dir={tmp_path}"] + ([f"common.{precision}=true"] if precision != "fp32" else [])
         given += ["optimization.max_update=4", "lr_scheduler.warmup_updates=2", "common.log_interval=1", *more]

@@ -1,10 +1,7 @@
 """Heads divided between two processes: the same numbers, and no communication except in the output projection."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
@@ -15,7 +12,6 @@ from quest_core.errors import QuestError
 from quest_core.tools.parallel import HeadParallel
 
 from .models import E, H, N, build, check_same, data, half, tensors, train
-from .ranks import Ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -37,15 +33,15 @@ DIVIDED = [
 ]
 
 
-def mesh() -> torch.distributed.device_mesh.DeviceMesh:
+def mesh():
     return torch.distributed.init_device_mesh("cpu", (2,))
 
 
-def divide(model: nn.Module, style: HeadParallel | None = None) -> nn.Module:
+def divide(model, style=None):
     return parallelize_module(model, mesh(), {"blocks.*.attention": style or HeadParallel()})
 
 
-def perturbed(attention: str) -> nn.Module:
+def perturbed(attention):
     """Parameters that differ from head to head, so that a wrong division shows."""
     model = build(attention)
     with torch.no_grad():
@@ -55,7 +51,7 @@ def perturbed(attention: str) -> nn.Module:
     return model
 
 
-def step(model: nn.Module) -> dict[str, Tensor]:
+def step(model):
     """Output, gradient of the input, gradients of the parameters."""
     x = data(0)[0].requires_grad_()
     out = model(x)
@@ -66,7 +62,7 @@ def step(model: nn.Module) -> dict[str, Tensor]:
     return {"out": out.detach(), "gradient of x": x.grad, **gradients}
 
 
-def divided(rank: int, attention: str) -> dict[str, Tensor]:
+def divided(rank, attention):
     model = divide(perturbed(attention))
     weight = model.blocks[0].attention.q_proj.weight
     assert weight.to_local().shape == (E // 2, E)
@@ -74,13 +70,13 @@ def divided(rank: int, attention: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("attention", DIVIDED)
-def test_divided_heads_compute_the_same(ranks: Ranks, attention: str) -> None:
+def test_divided_heads_compute_the_same(ranks, attention):
     wanted = step(perturbed(attention))
     for got in ranks.run(divided, attention):
         check_same(got, wanted)
 
 
-def communication(rank: int, attention: str, sequence: bool) -> tuple[dict[str, int], dict[str, int]]:
+def communication(rank, attention, sequence):
     """Collectives of one layer's forward pass, and of its backward pass; parameters on all ranks are frozen."""
     torch.manual_seed(0)
     layer = quest_core.Attention(E, H, attention, dtype=torch.float64)
@@ -102,7 +98,7 @@ def communication(rank: int, attention: str, sequence: bool) -> tuple[dict[str, 
 
 
 @pytest.mark.parametrize("attention", ["standard", "quest", "qknorm-hs", "quest+gqa(kv_heads=2)", "elliptical-quest"])
-def test_only_the_projections_around_the_heads_communicate(ranks: Ranks, attention: str) -> None:
+def test_only_the_projections_around_the_heads_communicate(ranks, attention):
     """One all-reduce after the output projection; in the backward pass one for the gradient of the input.
 
     Parameters that all ranks have are frozen here; theirs come on top.
@@ -112,14 +108,14 @@ def test_only_the_projections_around_the_heads_communicate(ranks: Ranks, attenti
         assert backward == {"all_reduce": 1}
 
 
-def test_sequence_parallelism_gathers_and_scatters_once(ranks: Ranks) -> None:
+def test_sequence_parallelism_gathers_and_scatters_once(ranks):
     for forward, backward in ranks.run(communication, "quest", True):
         assert forward == {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
         assert backward == {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
 
 
 @torch.no_grad()
-def masked(rank: int, split: bool) -> dict[str, Tensor]:
+def masked(rank, split):
     """Cross-attention by keyword, a padding mask, and decoding with a cache."""
     torch.manual_seed(0)
     layer = quest_core.Attention(E, H, "quest", dtype=torch.float64)
@@ -134,13 +130,13 @@ def masked(rank: int, split: bool) -> dict[str, Tensor]:
     return {name: out.clone() for name, out in outs.items()}  # waits for the collective, which pickling does not
 
 
-def test_masks_cross_attention_and_caches_work_with_divided_heads(ranks: Ranks) -> None:
+def test_masks_cross_attention_and_caches_work_with_divided_heads(ranks):
     wanted = masked(0, False)
     for got in ranks.run(masked, True):
         check_same(got, wanted)
 
 
-def two_dimensional(rank: int, attention: str) -> dict[str, Tensor]:
+def two_dimensional(rank, attention):
     """Divided by heads and then sharded: the meshes that large models use, here (1, 2)."""
     grid = torch.distributed.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = perturbed(attention)
@@ -153,14 +149,14 @@ def two_dimensional(rank: int, attention: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("attention", ["quest", "qknorm", "qknorm-ds"])
-def test_heads_can_be_divided_and_sharded(ranks: Ranks, attention: str) -> None:
+def test_heads_can_be_divided_and_sharded(ranks, attention):
     model = perturbed(attention)
     train(model)
     for got in ranks.run(two_dimensional, attention):
         check_same(got, tensors(model))
 
 
-def observed(rank: int, attention: str, split: str) -> dict[str, dict[str, list[float]]]:
+def observed(rank, attention, split):
     model = build(attention)
     if split == "heads":
         divide(model)
@@ -172,7 +168,7 @@ def observed(rank: int, attention: str, split: str) -> dict[str, dict[str, list[
 
 @pytest.mark.parametrize("split", ["heads", "batch"])
 @pytest.mark.parametrize("attention", ["quest", "quest+gqa(kv_heads=2)"])
-def test_the_monitor_reports_all_heads_of_all_ranks(ranks: Ranks, attention: str, split: str) -> None:
+def test_the_monitor_reports_all_heads_of_all_ranks(ranks, attention, split):
     model = build(attention)
     with quest_core.Monitor(model) as monitor, torch.no_grad():
         model(data(0)[0])
@@ -186,7 +182,7 @@ def test_the_monitor_reports_all_heads_of_all_ranks(ranks: Ranks, attention: str
             assert first[path][name] == pytest.approx(values, rel=1e-5), name
 
 
-def seen_by_one(rank: int) -> dict[str, dict[str, list[float]]]:
+def seen_by_one(rank):
     """Sequences of unlike length, and a layer that only rank 1 runs."""
     model = build("quest").blocks
     with quest_core.Monitor(model) as monitor, torch.no_grad():
@@ -195,7 +191,7 @@ def seen_by_one(rank: int) -> dict[str, dict[str, list[float]]]:
         return monitor.collect()
 
 
-def test_the_monitor_adds_up_what_ranks_saw(ranks: Ranks) -> None:
+def test_the_monitor_adds_up_what_ranks_saw(ranks):
     model = build("quest").blocks
     with quest_core.Monitor(model) as monitor, torch.no_grad():
         for rank in range(2):
@@ -212,7 +208,7 @@ def test_the_monitor_adds_up_what_ranks_saw(ranks: Ranks) -> None:
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def refusals(rank: int) -> list[str]:
+def refusals(rank):
     return [
         refused(quest_core.Attention(E, H, "quest+mqa")),
         refused(quest_core.Attention(E, H, "quest+dgqa(kv_heads=2)")),
@@ -222,13 +218,13 @@ def refusals(rank: int) -> list[str]:
     ]
 
 
-def refused(module: nn.Module) -> str:
+def refused(module):
     with pytest.raises(QuestError) as error:
         parallelize_module(module, mesh(), HeadParallel())
     return f"{type(error.value).__name__}: {error.value}"
 
 
-def test_what_cannot_be_divided_is_refused_by_name(ranks: Ranks) -> None:
+def test_what_cannot_be_divided_is_refused_by_name(ranks):
     for mqa, dgqa, odd, packed, again in ranks.run(refusals):
         assert "kv_heads is 1, which 2 ranks do not divide" in mqa
         assert dgqa.startswith(

@@ -1,9 +1,6 @@
 """tsai on two processes, by fastai's own way: `Learner.distrib_ctx` in a script that torchrun starts."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 
@@ -56,7 +53,7 @@ torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def trained(tmp_path_factory):
     """What each of the two processes found, by attention."""
     folder = tmp_path_factory.mktemp("tsai")
     script = folder / "train.py"
@@ -66,7 +63,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_standard_trains_as_tsai_does(trained: list[dict[str, Any]]) -> None:
+def test_standard_trains_as_tsai_does(trained):
     for found in trained:
         assert found["standard"]["losses"] == pytest.approx(found["None"]["losses"], rel=1e-5)
         assert found["standard"]["weights"] == pytest.approx(found["None"]["weights"], rel=1e-4, abs=1e-5)
@@ -74,7 +71,7 @@ def test_standard_trains_as_tsai_does(trained: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("attention", ["standard", "quest", "quest+dgqa(kv_heads=2, window=1)"])
-def test_both_processes_hold_the_same_model(trained: list[dict[str, Any]], attention: str) -> None:
+def test_both_processes_hold_the_same_model(trained, attention):
     first, second = (found[attention] for found in trained)
     assert first["world"] == 2
     assert first["weights"] == second["weights"]

@@ -3,8 +3,6 @@
 Standard library only, because the machine may have nothing but PyTorch, and pip in place of uv.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.metadata
@@ -27,14 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).parent
 NO_DEVICE = 77  # exit status if nothing failed without a GPU; test harnesses read it as skipped
 RESULTS = ROOT / "runs" / "gpu"  # where table.py looks for step times and test results
-ATTENTIONS = (
-    "standard",
-    "quest",
-    "qknorm-hs",
-    "aft-simple",
-    "standard+gqa(kv_heads=4)",
-    "quest+gqa(kv_heads=4)",
-)
+ATTENTIONS = ("standard", "quest", "qknorm-hs", "aft-simple", "standard+gqa(kv_heads=4)", "quest+gqa(kv_heads=4)")
 LENGTHS = (197, 1024, 4096, 16384)
 TASKS = "gpu/attention/" + ",".join(f"N={length}" for length in LENGTHS)
 SUITE = f"run {TASKS} --attention {','.join(ATTENTIONS)} --seeds 0 --set rounds=11 --set slice_ms=10".split()

@@ -1,7 +1,5 @@
 """Every test that can runs twice: on the CPU at toy sizes, in ./dev test; and on a GPU, marked gpu, in ./dev gpu."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -14,10 +12,10 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
+def device(request):
     return str(request.param)
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def seed():
     torch.manual_seed(0)

@@ -1,7 +1,5 @@
 """Ratios, memory and the kernels that ran, on a GPU or on the CPU. Needs only PyTorch."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,7 +40,7 @@ def peak_bytes(call: Call, device: str) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         call()
     held = peak = 0
-    for event in seen.profiler.kineto_results.events():  # type: ignore[union-attr]
+    for event in seen.profiler.kineto_results.events():
         if event.name() == "[memory]":
             held += event.nbytes()
             peak = max(peak, held)

@@ -6,8 +6,6 @@
 step times (integration_tests/gpu/test_<host>.py), and which tests passed.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json
@@ -87,7 +85,7 @@ def read_tests(folder: Path) -> dict[str, Counter[str]]:
     return found
 
 
-def tests_markdown(found: dict[str, Counter[str]]) -> str:
+def tests_markdown(found):
     """A row for each file of tests: the first line of its docstring, and what became of its tests on a GPU."""
     lines = ["| file | what it holds to | passed | failed | skipped |", "|---|---|---:|---:|---:|"]
     for path in sorted(Path(__file__).parent.glob("test_*.py")):
@@ -151,10 +149,7 @@ def main(arguments: list[str]) -> int:
     if not any(options.run.glob("cells/*")):
         parser.error(f"{options.run} holds no cells; first: {suite_command()}")
     text = page(
-        attention_markdown(options.run),
-        read_steps(options.steps),
-        read_tests(options.steps),
-        versions(options.device),
+        attention_markdown(options.run), read_steps(options.steps), read_tests(options.steps), versions(options.device)
     )
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(options.run / "run.json", folder)

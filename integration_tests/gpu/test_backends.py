@@ -1,12 +1,9 @@
 """Softmax mechanisms reach the fused kernels: the profiler sees it, and on a GPU no back-end but flash is allowed."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import quest_core
@@ -28,13 +25,13 @@ ATTENTIONS = [
 ]
 
 
-def layer(attention: str, device: str, dim: int) -> quest_core.Attention:
+def layer(attention, device, dim):
     made = quest_core.Attention(4 * dim, 4, attention, device=device)
     quest_core.chain(made)
     return made
 
 
-def step(made: quest_core.Attention, x: Tensor, dtype: torch.dtype, is_causal: bool) -> None:
+def step(made, x, dtype, is_causal):
     with torch.autocast(x.device.type, dtype):
         out = made(x, is_causal=is_causal)
     out.float().square().mean().backward()
@@ -43,7 +40,7 @@ def step(made: quest_core.Attention, x: Tensor, dtype: torch.dtype, is_causal: b
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_training_reaches_the_flash_kernel(attention: str, dtype: torch.dtype, dim: int, device: str) -> None:
+def test_training_reaches_the_flash_kernel(attention, dtype, dim, device):
     dim, tokens = (dim, 256) if device == "cuda" else (dim // 8, 70)
     made, x = layer(attention, device, dim), torch.randn(2, tokens, 4 * dim, device=device)
     for is_causal in (False, True) if "kdgqa" not in attention else (False,):
@@ -53,7 +50,7 @@ def test_training_reaches_the_flash_kernel(attention: str, dtype: torch.dtype, d
 
 
 @pytest.mark.parametrize("attention", ["standard", "quest", "quest+gqa(kv_heads=2)"])
-def test_the_default_choice_is_a_fused_kernel(attention: str, device: str) -> None:
+def test_the_default_choice_is_a_fused_kernel(attention, device):
     """Without a hint PyTorch takes flash or cuDNN; with a padding mask cuDNN or the memory-efficient kernel."""
     dim, tokens = (64, 256) if device == "cuda" else (16, 70)
     made = layer(attention, device, dim)
@@ -61,7 +58,7 @@ def test_the_default_choice_is_a_fused_kernel(attention: str, device: str) -> No
     assert back_ends(lambda: step(made, x, torch.bfloat16, False)) <= {"flash", "cudnn"}
     mask = torch.arange(tokens, device=device) < torch.tensor([[tokens], [tokens // 2]], device=device)
 
-    def masked() -> None:
+    def masked():
         with torch.autocast(device, torch.bfloat16):
             made(x, key_mask=mask).float().sum().backward()
 
@@ -69,7 +66,7 @@ def test_the_default_choice_is_a_fused_kernel(attention: str, device: str) -> No
     assert back_ends(masked)
 
 
-def test_the_profiler_tells_back_ends_apart(device: str) -> None:
+def test_the_profiler_tells_back_ends_apart(device):
     q = torch.randn(1, 2, 64, 16, device=device)
     attend = torch.nn.functional.scaled_dot_product_attention
     with sdpa_kernel(SDPBackend.MATH):

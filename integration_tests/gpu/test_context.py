@@ -1,9 +1,5 @@
 """PyTorch's ring attention on the kernels of CUDA, with QUEST inside; on as many GPUs as there are, up to two."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from torch.distributed.tensor.experimental import context_parallel
@@ -15,7 +11,7 @@ import quest_core
 TOKENS, WIDTH = 512, 256
 
 
-def divided(rank: int, world: int, attention: str, folder: str) -> None:
+def divided(rank, world, attention, folder):
     torch.cuda.set_device(rank)
     torch.distributed.init_process_group("nccl", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
     mesh = torch.distributed.init_device_mesh("cuda", (world,))
@@ -44,6 +40,6 @@ def divided(rank: int, world: int, attention: str, folder: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.distributed
 @pytest.mark.parametrize("attention", ["standard", "quest", "qknorm-hs"])
-def test_divided_tokens_attend_to_all(attention: str, tmp_path: Path) -> None:
+def test_divided_tokens_attend_to_all(attention, tmp_path):
     world = min(2, torch.cuda.device_count())
     torch.multiprocessing.spawn(divided, (world, attention, str(tmp_path)), nprocs=world)

@@ -1,14 +1,11 @@
 """fairseq's Transformer language model by fairseq-train and its own --fp16 and --bf16."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import random
 import sys
 import tempfile
 import warnings
-from argparse import Namespace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,7 +19,6 @@ from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
 from fairseq_cli.preprocess import main as preprocess
-from omegaconf import DictConfig
 
 import quest_fairseq
 
@@ -37,7 +33,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 @functools.cache
-def corpus(device: str) -> str:
+def corpus(device):
     """A folder as fairseq-preprocess makes it: sentences in which each word follows from the one before."""
     words, sentences = SIZES[device]["words"], SIZES[device]["sentences"]
     folder = Path(tempfile.mkdtemp(prefix="quest-fairseq-"))
@@ -54,7 +50,7 @@ def corpus(device: str) -> str:
     return str(folder / "bin")
 
 
-def without_tpu(given: Namespace) -> DictConfig:
+def without_tpu(given):
     """What fairseq-hydra-train reads: on a command line, --bf16 implies --tpu."""
     cfg = convert_namespace_to_omegaconf(given)
     cfg.common.tpu = False
@@ -68,7 +64,7 @@ class TestFairseq(HostTraining):
     model = "transformer_lm, 6 layers, width 512, 8 heads, 512 tokens, batch 16"
     half_on_cpu: ClassVar = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-    def train(self, attention: str | None, *, device: str, precision: str, steps: int, compiled: bool = False) -> Run:
+    def train(self, attention, *, device, precision, steps, compiled=False):
         sizes = SIZES[device]
         arch = ["--arch", "transformer_lm"] if attention is None else ["--arch", "quest_transformer_lm"]
         arch += [] if attention is None else ["--attention", attention]
@@ -83,11 +79,11 @@ class TestFairseq(HostTraining):
         # Gradients in one piece ask for the current GPU.
         half = ["--fp16", *(["--fp16-no-flatten-grads"] if device == "cpu" else [])]
         given += {"fp32": [], "fp16": half, "bf16": ["--bf16"]}[precision] + ["--cpu"] * (device == "cpu")
-        losses: list[float] = []
-        seconds: list[float] = []
+        losses = []
+        seconds = []
         step = Trainer.train_step
 
-        def watched(trainer: Trainer, *arguments: Any, **named: Any) -> Any:
+        def watched(trainer, *arguments, **named):
             if compiled and not losses:
                 torch.compiler.reset()
                 trainer.model.compile(backend=compiler(device))

@@ -1,7 +1,5 @@
 """GraphGPS's network on PATTERN, by GraphGym's data module and PyTorch Lightning's trainer and mixed precision."""
 
-from __future__ import annotations
-
 import tempfile
 from importlib.resources import files
 from typing import Any, ClassVar
@@ -33,15 +31,15 @@ PRECISIONS: dict[str, Any] = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "
 class Watch(pl.Callback):
     """The loss and the time of every step."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device):
         self.on = device
-        self.losses: list[float] = []
-        self.seconds: list[float] = []
+        self.losses = []
+        self.seconds = []
 
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(self, *_):
         self.started = now(self.on)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, module, outputs, *_):
         self.seconds.append(now(self.on) - self.started)
         self.losses.append(outputs["loss"].item())
 
@@ -57,7 +55,7 @@ class TestGraphGPS(HostTraining):
         "fp16": torch.bfloat16,
     }  # Lightning takes bf16 there, with a warning
 
-    def train(self, attention: str | None, *, device: str, precision: str, steps: int, compiled: bool = False) -> Run:
+    def train(self, attention, *, device, precision, steps, compiled=False):
         sizes = SIZES[device]
         set_cfg(cfg)
         cfg.merge_from_file(str(files("quest_graphgps") / "configs" / "pattern.yaml"))

@@ -1,13 +1,10 @@
 """torch.compile and CUDA graphs: whole graphs, no waiting for the device, the same numbers."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 
 import pytest
 import torch
-from torch import Tensor
 
 import quest_core
 
@@ -29,13 +26,13 @@ ATTENTIONS = [
 ]
 
 
-def layer(attention: str, device: str) -> quest_core.Attention:
+def layer(attention, device):
     made = quest_core.Attention(64, 4, attention, device=device)
     quest_core.chain(made)
     return made
 
 
-def step(model: torch.nn.Module, x: Tensor) -> list[Tensor]:
+def step(model, x):
     """Output, gradient of the input, gradients of the parameters."""
     x = x.detach().clone().requires_grad_()
     model.zero_grad()
@@ -48,7 +45,7 @@ def step(model: torch.nn.Module, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", [a for a in ATTENTIONS if "pgqa" not in a])  # its noise differs when compiled
-def test_compiled_training_equals_eager(attention: str, device: str) -> None:
+def test_compiled_training_equals_eager(attention, device):
     """One graph without breaks; on a GPU through inductor."""
     eager, x = layer(attention, device), torch.randn(2, 50, 64, device=device)
     twin = copy.deepcopy(eager)
@@ -68,7 +65,7 @@ CAPTURED = [a for a in ATTENTIONS if not a.startswith("aft-local")]
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", CAPTURED)
-def test_a_training_step_is_captured_as_a_cuda_graph(attention: str) -> None:
+def test_a_training_step_is_captured_as_a_cuda_graph(attention):
     """Capture fails where the host waits for the device; replays take new inputs."""
     model = layer(attention, "cuda")
     inputs = [torch.randn(2, 50, 64, device="cuda") for _ in range(3)]
@@ -101,7 +98,7 @@ def test_a_training_step_is_captured_as_a_cuda_graph(attention: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_the_host_never_waits_for_the_device(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_never_waits_for_the_device(attention, monkeypatch):
     """On tensors that have shapes and no values, which take the paths of a GPU: reading one raises.
 
     What an operator of ours does inside is not looked into here: that of aft-local waits (`CAPTURED`).
@@ -121,7 +118,7 @@ def test_the_host_never_waits_for_the_device(attention: str, monkeypatch: pytest
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["elliptical", "elliptical-quest", "quest+dgqa(kv_heads=2, window=1)"])
-def test_activation_checkpointing_gives_the_same_gradients(name: str) -> None:
+def test_activation_checkpointing_gives_the_same_gradients(name):
     """The GPU's backward pass has a thread of its own."""
     found = []
     for use in (False, True):

@@ -1,7 +1,5 @@
 """Peak memory of training: linear in the length, and for QUEST that of standard attention and copies of the keys."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -23,7 +21,7 @@ LINEAR = [
 HEADS, DIM = 4, 64
 
 
-def training_peak(attention: str, tokens: int, device: str) -> int:
+def training_peak(attention, tokens, device):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     made = quest_core.Mechanism(attention, num_heads=HEADS, head_dim=DIM).to(device)
     groups = 2 if "gqa" in attention else HEADS
@@ -32,7 +30,7 @@ def training_peak(attention: str, tokens: int, device: str) -> int:
         for heads in (HEADS, groups, groups)
     )
 
-    def call() -> None:
+    def call():
         out = made(q, k, v)
         out.backward(out.detach())
         q.grad = k.grad = v.grad = None
@@ -45,12 +43,12 @@ def training_peak(attention: str, tokens: int, device: str) -> int:
     ("attention", "device"),
     [("quest", "cpu"), ("aft-simple", "cpu"), *(pytest.param(a, "cuda", marks=pytest.mark.gpu) for a in LINEAR)],
 )
-def test_memory_grows_with_the_length_and_not_its_square(attention: str, device: str) -> None:
+def test_memory_grows_with_the_length_and_not_its_square(attention, device):
     tokens = 16384 if device == "cuda" else 512
     assert training_peak(attention, 2 * tokens, device) < 2.2 * training_peak(attention, tokens, device)
 
 
-def test_quest_needs_few_copies_of_the_keys_more_than_standard(device: str) -> None:
+def test_quest_needs_few_copies_of_the_keys_more_than_standard(device):
     """Forward: unit keys. Backward: their gradient and that of the keys, both in float32."""
     tokens = 16384 if device == "cuda" else 512
     copy = tokens * HEADS * DIM * (2 if device == "cuda" else 4)

@@ -1,13 +1,11 @@
 """Segmenter by mmengine's own Runner and its AmpOptimWrapper."""
 
-from __future__ import annotations
-
 import functools
 import tempfile
 import uuid
 from importlib.metadata import packages_distributions
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
@@ -36,7 +34,7 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 @functools.cache
-def images(device: str) -> list[dict[str, Any]]:
+def images(device):
     """Scenes as mmseg's datasets give them, made once: loading them is not what is timed."""
     index = np.zeros(256, dtype=np.int64)
     index[list(LABELS.values())] = range(len(LABELS))
@@ -52,15 +50,15 @@ def images(device: str) -> list[dict[str, Any]]:
 class Watch(Hook):
     """The loss and the time of every step."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device):
         self.on = device
-        self.losses: list[float] = []
-        self.seconds: list[float] = []
+        self.losses = []
+        self.seconds = []
 
-    def before_train_iter(self, *_: Any, **__: Any) -> None:
+    def before_train_iter(self, *_, **__):
         self.started = now(self.on)
 
-    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         self.seconds.append(now(self.on) - self.started)
         self.losses.append(outputs["loss"].item())
 
@@ -71,7 +69,7 @@ class TestMmseg(HostTraining):
     model = "Segmenter, ViT-S/16, 12 layers, width 384, 6 heads, 512x512, batch 8"
     half_on_cpu: ClassVar = dict.fromkeys(("bf16", "fp16"), "only available training on gpu, npu, mlu or musa")
 
-    def train(self, attention: str | None, *, device: str, precision: str, steps: int, compiled: bool = False) -> Run:
+    def train(self, attention, *, device, precision, steps, compiled=False):
         sizes = SIZES[device]
         shape, width = (sizes["size"], sizes["size"]), sizes["width"]
         config = Config.fromfile(CONFIG).model

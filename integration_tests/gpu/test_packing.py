@@ -1,12 +1,9 @@
 """Sequences of unlike length without padding: on a GPU by PyTorch's variable-length flash kernels, and nothing else."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
-from torch import Tensor
 
 import quest_core
 import quest_core.tools.packing
@@ -15,9 +12,7 @@ from quest_core.mechanism import count_kv_heads
 LENGTHS = {"cpu": [7, 1, 12], "cuda": [700, 1, 333, 64]}
 
 
-def one_at_a_time(
-    q: Tensor, k: Tensor, v: Tensor, module: quest_core.Mechanism, lengths: list[int], is_causal: bool
-) -> Tensor:
+def one_at_a_time(q, k, v, module, lengths, is_causal):
     """q [T, H, D], k and v [T, G, D] -> [T, H, D]."""
     parts = zip(*(x.transpose(0, 1)[None].split(lengths, 2) for x in (q, k, v)), strict=True)
     return torch.cat([module(*part, is_causal=is_causal)[0].transpose(0, 1) for part in parts])
@@ -26,9 +21,7 @@ def one_at_a_time(
 @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("attention", ["standard", "quest", "qknorm-hs", "quest+gqa(kv_heads=2)"])
-def test_packed_sequences(
-    attention: str, dtype: torch.dtype, is_causal: bool, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_sequences(attention, dtype, is_causal, device, monkeypatch):
     """Outputs and gradients against float64: at most twice the error of one sequence at a time."""
     lengths, heads, dim = LENGTHS[device], 4, 64 if device == "cuda" else 8
     made = quest_core.Mechanism(attention, num_heads=heads, head_dim=dim).to(device)

@@ -3,8 +3,6 @@
 torch-pointcloud has no trainer, so the loop is here; Pointcept's own, at half precision, needs a checkout.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from typing import Any, ClassVar
@@ -22,7 +20,7 @@ from torch_pointcloud.models.point_transformer_v3 import PointTransformerV3Segme
 
 import quest_pointcept  # torch-pointcloud accepts attention= from here on
 from quest_suites.pointcept import scenes
-from quest_suites.pointcept.tasks import Batch, batches
+from quest_suites.pointcept.tasks import batches
 
 from .training import HostTraining, Run, compiler, now
 
@@ -52,7 +50,7 @@ SIZES: dict[str, tuple[int, int, int, float, dict[str, Any]]] = {
 
 
 @functools.cache
-def batch(device: str) -> Batch:
+def batch(device):
     """All scenes behind each other."""
     count, rings, rays, voxel, _ = SIZES[device]
     scans = [scenes.scan(seed, rings=rings, rays=rays) for seed in scenes.seeds("train", count)]
@@ -66,7 +64,7 @@ class TestPointcept(HostTraining):
     model = "PTv3 of torch-pointcloud in its base size, patches of 1024 points, 8 scenes of a 64-ring sensor"
     half_on_cpu: ClassVar = {"bf16": "torch.bfloat16", "fp16": "got c10::Half instead"}  # spconv's CPU build
 
-    def train(self, attention: str | None, *, device: str, precision: str, steps: int, compiled: bool = False) -> Run:
+    def train(self, attention, *, device, precision, steps, compiled=False):
         if device == "cuda" and CPU_ONLY_BUILD:
             pytest.skip("spconv is its CPU build in this Python; install spconv-cu126 or another that fits the driver")
         quest_pointcept.train_on_cpu()
@@ -89,8 +87,8 @@ class TestPointcept(HostTraining):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
         scaler = torch.amp.GradScaler(device, enabled=precision == "fp16")
         half = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-        losses: list[float] = []
-        seconds: list[float] = []
+        losses = []
+        seconds = []
         for _ in range(steps):
             started = now(device)
             with contextlib.nullcontext() if half is None else torch.autocast(device, half):

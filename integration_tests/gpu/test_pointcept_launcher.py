@@ -4,12 +4,8 @@ It needs a checkout of Pointcept in QUEST_POINTCEPT_ROOT and what that requires,
 Without a GPU the same runs by gloo, in plugins/quest-pointcept/tests/test_pointcept.py.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +25,7 @@ HEADS = ("model.backbone.enc_num_head=[3,6,12]", "model.backbone.dec_num_head=[3
 
 
 @pytest.fixture
-def real_pointcept(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def real_pointcept(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.syspath_prepend(ROOT)
     import real_pointcept
@@ -38,14 +34,14 @@ def real_pointcept(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_the_trainer_on_gpus(gpus: int, real_pointcept: ModuleType, tmp_path: Path) -> None:
+def test_the_trainer_on_gpus(gpus, real_pointcept, tmp_path):
     """Standard is Pointcept's own attention; quest trains in every process, where Pointcept would call flash-attn."""
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"{gpus} GPUs are needed, and {torch.cuda.device_count()} are there")
     root, data = Path(ROOT or ""), tmp_path / "data"
     real_pointcept.write_nuscenes(data, **real_pointcept.SCENES)
 
-    def run(attention: str | None, *options: str) -> Any:
+    def run(attention, *options):
         folder = tmp_path / f"{attention}{len(options)}"
         path = real_pointcept.config(root, "PT-v3m1", attention, data, folder)
         (made,) = real_pointcept.train(root, path, gpus=gpus, options=(f"num_worker={gpus}", *HEADS, *options))

@@ -1,13 +1,9 @@
 """Serialized attention where the host would call flash-attn: patches of several lengths, in half on a GPU."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 pytest.importorskip("torch_pointcloud", reason="torch-pointcloud is not installed in this Python")
 
@@ -23,14 +19,14 @@ COUNTS, PATCH, CHANNELS = (700, 90, 333), 128, 96
 TOLERANCE = {"cpu": 1e-4, "cuda": 3e-2}  # bfloat16 and float16 in one product each way
 
 
-def make(kind: type[nn.Module], attention: str) -> Any:
+def make(kind, attention):
     torch.manual_seed(0)
-    host: Any = kind(CHANNELS, 4, PATCH, use_flash_attn=False, upcast_attn=False, upcast_softmax=False)
+    host = kind(CHANNELS, 4, PATCH, use_flash_attn=False, upcast_attn=False, upcast_softmax=False)
     host.use_flash_attn = True  # flash-attn is not needed: the attention is replaced
     return quest_core.inject(host, attention, adapter=PointceptAdapter())[0]
 
 
-def run(module: Any, x: Tensor, batch: Tensor, order: Tensor, coord: Tensor) -> tuple[Tensor, Tensor]:
+def run(module, x, batch, order, coord):
     x = x.clone().requires_grad_()
     out = module(x, None, batch, order, order.argsort(), pos=coord)
     out.square().sum().backward()  # a mean has gradients below the least float16
@@ -39,7 +35,7 @@ def run(module: Any, x: Tensor, batch: Tensor, order: Tensor, coord: Tensor) -> 
 
 @pytest.mark.parametrize("kind", [SerializedAttention, SerializedAttentionRoPE])
 @pytest.mark.parametrize("attention", ["standard", "quest", "quest+gqa(kv_heads=2)", "qknorm-hs"])
-def test_packed_patches(kind: type[nn.Module], attention: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_patches(kind, attention, device, monkeypatch):
     """Outputs and gradients against float64, and on a GPU only through the variable-length kernel."""
     module = make(kind, attention)
     exact = copy.deepcopy(module).double()

@@ -1,18 +1,16 @@
 """Narrow types: autocast, GradScaler, long sequences, keys of any size, repeatability."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import quest_core
 
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
-def tensors(tokens: int, dtype: torch.dtype, device: str, heads: int = 2, dim: int = 64) -> list[Tensor]:
+def tensors(tokens, dtype, device, heads=2, dim=64):
     made = torch.randn(3, 1, tokens, heads, dim, dtype=torch.float64, device=device).to(dtype)
     return [x.transpose(1, 2) for x in made]
 
@@ -20,9 +18,7 @@ def tensors(tokens: int, dtype: torch.dtype, device: str, heads: int = 2, dim: i
 @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize("tokens", [1024, 16384, 65536])
 @HALF
-def test_long_sequences_are_as_exact_as_standard_attention(
-    tokens: int, dtype: torch.dtype, is_causal: bool, device: str
-) -> None:
+def test_long_sequences_are_as_exact_as_standard_attention(tokens, dtype, is_causal, device):
     """The error of the last 64 queries' outputs and of all keys' gradients against float64.
 
     At most twice that of PyTorch's own attention on unit keys that were rounded once.
@@ -54,7 +50,7 @@ def test_long_sequences_are_as_exact_as_standard_attention(
         slopes[name] = torch.autograd.grad(outs[name], inputs, grad.to(dtype))
         slopes[name] = (slopes[name][0][:, :, rows], *slopes[name][1:])
 
-    def error(of: str, kind: dict[str, Tensor]) -> float:
+    def error(of, kind):
         return float((kind[of].double() - kind["truth"]).detach().norm())
 
     for kind in (outs, *({name: s[i] for name, s in slopes.items()} for i in range(3))):
@@ -65,7 +61,7 @@ def test_long_sequences_are_as_exact_as_standard_attention(
 
 
 @HALF
-def test_keys_of_any_size_give_the_same_output(dtype: torch.dtype, device: str) -> None:
+def test_keys_of_any_size_give_the_same_output(dtype, device):
     """Norms are taken in float32: keys whose squares overflow or vanish in float16 are normalized alike."""
     q, k, v = tensors(128, dtype, device)
     wanted = quest_core.attention(q, k, v, "quest").float()
@@ -76,7 +72,7 @@ def test_keys_of_any_size_give_the_same_output(dtype: torch.dtype, device: str) 
 
 @HALF
 @pytest.mark.parametrize("attention", ["quest", "qknorm-hs", "quest+gqa(kv_heads=2)", "quest+sigmoid", "cosine"])
-def test_autocast(attention: str, dtype: torch.dtype, device: str) -> None:
+def test_autocast(attention, dtype, device):
     """Outputs in the narrow type, gradients in float32, both near the float32 result."""
     layer = quest_core.Attention(64, 4, attention, device=device)
     x = torch.randn(2, 70, 64, device=device)
@@ -96,7 +92,7 @@ def test_autocast(attention: str, dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["quest", "qknorm-hs", "elliptical-quest", "quest+sigmoid"])
-def test_gradscaler_with_zero_keys_never_skips_a_step(attention: str, device: str) -> None:
+def test_gradscaler_with_zero_keys_never_skips_a_step(attention, device):
     """Tokens of zeros and no bias make keys of exactly zero, whose gradient an epsilon would send to infinity."""
     blocks = nn.ModuleList(quest_core.Attention(32, 4, attention, bias=False, device=device) for _ in range(2))
     quest_core.chain(blocks)
@@ -125,7 +121,7 @@ def test_gradscaler_with_zero_keys_never_skips_a_step(attention: str, device: st
 @pytest.mark.parametrize(
     "attention", ["quest", "qknorm", "quest+gqa(kv_heads=2)", "quest+dgqa(kv_heads=2)", "quest+sigmoid", "linear"]
 )
-def test_the_same_seed_gives_the_same_bits(attention: str, device: str) -> None:
+def test_the_same_seed_gives_the_same_bits(attention, device):
     """With torch.use_deterministic_algorithms, which raises where an operator cannot promise it."""
     torch.use_deterministic_algorithms(True)
     try:

@@ -1,7 +1,5 @@
 """The page research/results/gpu.md: nothing hidden, mistakes named; the suite itself is tested by quest-bench."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -13,9 +11,7 @@ from quest_bench.cli import app_main
 from . import command, measure, table
 
 
-def test_the_page_shows_the_report_the_steps_and_the_tests(
-    tmp_path: Path, device: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_shows_the_report_the_steps_and_the_tests(tmp_path, device, capsys):
     steps = tmp_path / "steps"
     steps.mkdir()
     timing = {"milliseconds": 3.0, "ratio": 1.25, "low": 1.2, "high": 1.3, "rounds": 3}
@@ -53,10 +49,10 @@ def test_the_page_shows_the_report_the_steps_and_the_tests(
 
 
 @pytest.mark.parametrize(("status", "count"), [(0, 2), (2, 1)])
-def test_the_table_is_a_suite_of_quest_bench(monkeypatch: pytest.MonkeyPatch, status: int, count: int) -> None:
-    ran: list[list[str]] = []
+def test_the_table_is_a_suite_of_quest_bench(monkeypatch, status, count):
+    ran = []
 
-    def run(words: list[str], log: None, env: dict[str, str]) -> int:
+    def run(words, log, env):
         ran.append(words[1:])
         return status
 
@@ -70,7 +66,7 @@ def test_the_table_is_a_suite_of_quest_bench(monkeypatch: pytest.MonkeyPatch, st
     assert ran == wanted[:count]
 
 
-def test_ratios_are_taken_round_by_round() -> None:
+def test_ratios_are_taken_round_by_round():
     """The machine slows down fourfold half-way; a contender that always takes twice the peer's time shows 2."""
     peer = [1.0, 1.0, 4.0, 4.0]
     assert measure.against([2 * x for x in peer], peer).ratio == 2

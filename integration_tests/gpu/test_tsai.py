@@ -1,7 +1,5 @@
 """tsai's TSTPlus by fastai's own trainer and mixed precision."""
 
-from __future__ import annotations
-
 import tempfile
 from typing import Any, ClassVar
 
@@ -31,15 +29,15 @@ class Watch(Callback):
 
     order = 70
 
-    def __init__(self, device: str, steps: int) -> None:
+    def __init__(self, device, steps):
         self.on, self.most = device, steps
-        self.losses: list[float] = []
-        self.seconds: list[float] = []
+        self.losses = []
+        self.seconds = []
 
-    def before_batch(self) -> None:
+    def before_batch(self):
         self.started = now(self.on)
 
-    def after_batch(self) -> None:
+    def after_batch(self):
         self.seconds.append(now(self.on) - self.started)
         self.losses.append(self.learn.loss.item())
 
@@ -49,7 +47,7 @@ class TestTsai(HostTraining):
     model = "TSTPlus, 4 layers, width 512, 8 heads, 512 time steps, batch 64"
     half_on_cpu: ClassVar = {"bf16": torch.float32, "fp16": torch.float32}  # fastai's autocast is for CUDA only
 
-    def train(self, attention: str | None, *, device: str, precision: str, steps: int, compiled: bool = False) -> Run:
+    def train(self, attention, *, device, precision, steps, compiled=False):
         sizes = dict(SIZES[device])
         series, length, bs = (sizes.pop(key) for key in ("series", "length", "bs"))
         labels = np.arange(series) % 4

@@ -3,8 +3,6 @@
 On the CPU the same tests run at toy sizes, where the framework's own mixed precision allows it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -12,7 +10,7 @@ import statistics
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -67,7 +65,7 @@ class HostTraining:
         """
         raise NotImplementedError
 
-    def test_standard_trains_as_the_framework_does(self, device: str) -> None:
+    def test_standard_trains_as_the_framework_does(self, device):
         """The first steps: a GPU adds in any order, and training enlarges the difference."""
         stock, own = (
             self.train(attention, device=device, precision="fp32", steps=self.steps["cpu"]).losses
@@ -80,7 +78,7 @@ class HostTraining:
         ("device", "precision"),
         [("cpu", "fp32"), *(pytest.param("cuda", p, marks=pytest.mark.gpu) for p in ("fp32", "bf16", "fp16"))],
     )
-    def test_training_converges(self, attention: str, device: str, precision: str) -> None:
+    def test_training_converges(self, attention, device, precision):
         steps = self.steps[device]
         losses = self.train(attention, device=device, precision=precision, steps=steps).losses
         assert len(losses) == steps
@@ -89,11 +87,11 @@ class HostTraining:
         assert statistics.mean(losses[-quarter:]) < statistics.mean(losses[:quarter])
 
     @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-    def test_half_precision_on_a_cpu(self, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_half_precision_on_a_cpu(self, precision, monkeypatch):
         """docs/gpu.md says what each framework does there."""
         given, dtypes = torch.nn.functional.scaled_dot_product_attention, set()
 
-        def watched(q: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        def watched(q, *arguments, **named):
             dtypes.add(q.dtype)
             return given(q, *arguments, **named)
 
@@ -113,13 +111,13 @@ class HostTraining:
     @pytest.mark.parametrize(
         ("device", "precision"), [("cpu", "fp32"), pytest.param("cuda", "bf16", marks=pytest.mark.gpu)]
     )
-    def test_quest_reaches_a_fused_kernel(self, device: str, precision: str) -> None:
+    def test_quest_reaches_a_fused_kernel(self, device, precision):
         used = back_ends(lambda: self.train("quest", device=device, precision=precision, steps=1))
         assert used
         assert used <= self.fused
 
     @pytest.mark.slow
-    def test_compiled_training_equals_eager(self, device: str) -> None:
+    def test_compiled_training_equals_eager(self, device):
         if not self.compiles:
             with pytest.raises(Exception):  # noqa: B017, PT011  # whatever the framework says; if it works, say compiles
                 self.train("quest", device=device, precision="fp32", steps=2, compiled=True)
@@ -130,7 +128,7 @@ class HostTraining:
         assert compiled == pytest.approx(eager, rel=1e-3 if device == "cpu" else 1e-2)
 
     @pytest.mark.gpu
-    def test_peak_memory(self) -> None:
+    def test_peak_memory(self):
         """QUEST keeps unit keys in addition to the tensors of standard attention."""
         peaks = {
             attention: peak_bytes(lambda a=attention: self.train(a, device="cuda", precision="bf16", steps=2), "cuda")
@@ -139,16 +137,15 @@ class HostTraining:
         assert peaks["quest"] <= 1.15 * peaks["standard"]
 
     @pytest.mark.parametrize(
-        ("device", "precisions"),
-        [("cpu", ("fp32",)), pytest.param("cuda", ("bf16", "fp32"), marks=pytest.mark.gpu)],
+        ("device", "precisions"), [("cpu", ("fp32",)), pytest.param("cuda", ("bf16", "fp32"), marks=pytest.mark.gpu)]
     )
-    def test_step_time(self, device: str, precisions: tuple[str, ...], tmp_path: Path) -> None:
+    def test_step_time(self, device, precisions, tmp_path):
         """Stock, standard and quest train in turns; on a GPU the times go to the table."""
         rounds, steps = (self.rounds, 24) if device == "cuda" else (2, self.steps[device])
         rows = []
         order = random.Random(0)
         for precision in precisions:
-            times: dict[str, list[float]] = {"stock": [], "standard": [], "quest": []}
+            times = {"stock": [], "standard": [], "quest": []}
             for _ in range(rounds):
                 names = list(times)
                 order.shuffle(names)

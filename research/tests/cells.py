@@ -1,7 +1,5 @@
 """Cells of the suites, with their default options."""
 
-from __future__ import annotations
-
 import tempfile
 from importlib.metadata import entry_points
 from pathlib import Path

@@ -1,16 +1,13 @@
 """Images in the layout of Fashion-MNIST."""
 
-from __future__ import annotations
-
 import gzip
-from pathlib import Path
 
 import pytest
 import torch
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     """A folder with 600 training and 200 test images, and a text."""
     folder = tmp_path_factory.mktemp("fashion")
     for split, count in (("train", 600), ("t10k", 200)):

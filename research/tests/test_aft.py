@@ -1,8 +1,5 @@
 """aft/*: what is predicted from what, bits, and the measurements of a cell."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
@@ -13,7 +10,7 @@ from quest_core.errors import ConfigError
 from quest_research.suites import aft
 
 
-def test_every_byte_is_predicted_from_those_before_it() -> None:
+def test_every_byte_is_predicted_from_those_before_it():
     tokens, following = aft.pieces(torch.arange(11), 3)
     assert tokens.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert following.tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
@@ -21,7 +18,7 @@ def test_every_byte_is_predicted_from_those_before_it() -> None:
         aft.pieces(torch.arange(11), 11)
 
 
-def test_the_parts_of_the_text_do_not_overlap() -> None:
+def test_the_parts_of_the_text_do_not_overlap():
     parts = aft.splits(cell("aft/causal", "text=64", smoke=False), {})
     written = "\n".join(topics[name] for name in sorted(topics)).encode()
     found = [bytes(part[0].flatten().tolist()) for part in parts]
@@ -32,7 +29,7 @@ def test_the_parts_of_the_text_do_not_overlap() -> None:
     assert len(found[1]) <= tenth
 
 
-def test_pixels_are_averages_and_follow_a_start() -> None:
+def test_pixels_are_averages_and_follow_a_start():
     images = torch.zeros(1, 28, 28)
     images[0, :14, 14:] = 1.0
     images[0, 14:, :14] = 0.25
@@ -42,7 +39,7 @@ def test_pixels_are_averages_and_follow_a_start() -> None:
 
 
 @pytest.mark.parametrize("attention", ["standard", "aft-simple", "aft-local(window=4)", "aft-full"])
-def test_no_token_sees_a_later_one(attention: str) -> None:
+def test_no_token_sees_a_later_one(attention):
     torch.manual_seed(0)
     model = aft.Decoder(attention, length=12, width=16, layers=2, heads=2).eval()
     tokens = torch.randint(256, (2, 12))
@@ -53,7 +50,7 @@ def test_no_token_sees_a_later_one(attention: str) -> None:
     assert not torch.allclose(one[:, 8:], other[:, 8:])
 
 
-def test_bits_are_logarithms_of_probabilities() -> None:
+def test_bits_are_logarithms_of_probabilities():
     model = aft.Decoder("quest", length=8, width=16, layers=1, heads=2).eval()
     batch = (torch.randint(256, (5, 8)), torch.randint(256, (5, 8)))
     wanted = -model(batch[0]).softmax(-1).gather(2, batch[1][..., None]).log2().mean().item()
@@ -64,7 +61,7 @@ def test_bits_are_logarithms_of_probabilities() -> None:
 
 
 @pytest.mark.parametrize("task", ["text=64", "text=256", "image=14"])
-def test_a_cell_measures(data: Path, task: str) -> None:
+def test_a_cell_measures(data, task):
     result = run(cell("aft/causal", task, "aft-local(window=8)", data))
     assert 0 < result.metrics["bits"] < 9
     assert result.metrics["time of standard"] > 0

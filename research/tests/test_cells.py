@@ -1,9 +1,6 @@
 """What every suite is held to: a stopped cell continues, one that diverges is not scored, errors name the cause."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,9 +42,7 @@ SMALL: dict[str, dict[str, Any]] = {
         ("recall/mad", "compression", "quest", 0.5),
     ],
 )
-def test_a_stopped_cell_continues(
-    suite: str, task: str, attention: str, share: float, data: Path, tmp_path: Path
-) -> None:
+def test_a_stopped_cell_continues(suite, task, attention, share, data, tmp_path):
     if task == "fog":
         pytest.importorskip("imagecorruptions")
     given = cell(suite, task, attention, data, smoke=False, **SMALL[suite])
@@ -64,9 +59,7 @@ def test_a_stopped_cell_continues(
         ("widths/text", "D=16", "standard", {"lowest": 1e30}, "bits"),
     ],
 )
-def test_a_run_without_a_finite_loss_is_not_scored(
-    suite: str, task: str, attention: str, options: dict[str, Any], metric: str, data: Path
-) -> None:
+def test_a_run_without_a_finite_loss_is_not_scored(suite, task, attention, options, metric, data):
     assert math.isnan(run(cell(suite, task, attention, data, **options)).metrics[metric])
 
 
@@ -85,8 +78,6 @@ def test_a_run_without_a_finite_loss_is_not_scored(
         ("aft/causal", "text=64", "aft-local(max_length=32)", {}, "64 tokens are more than max_length=32"),
     ],
 )
-def test_what_does_not_fit_is_named(
-    suite: str, task: str, attention: str, options: dict[str, Any], words: str, data: Path
-) -> None:
+def test_what_does_not_fit_is_named(suite, task, attention, options, words, data):
     with pytest.raises((ConfigError, InputError), match=words):
         run(cell(suite, task, attention, data, **options))

@@ -1,7 +1,5 @@
 """The demonstration: its sentence and its report, from short cells of each attention."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -10,9 +8,7 @@ from quest_research import demo
 
 
 @pytest.mark.slow
-def test_the_demo_says_what_was_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_demo_says_what_was_found(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     assert demo.main(["--out", "out", "--seeds", "0-1", "--set", "epochs=1"]) == 0
     shown = capfd.readouterr().out

@@ -1,9 +1,6 @@
 """explain/*: masks are exact, and both maps equal an independent computation."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -16,7 +13,7 @@ from quest_research.suites.images import VisionTransformer
 SHAPE = {"size": 28, "patch": 14, "width": 16, "heads": 2}
 
 
-def test_masks_are_exact() -> None:
+def test_masks_are_exact():
     images = torch.rand(20, 28, 28) * (torch.rand(20, 28, 28) > 0.5)
     canvases, masks = explain.place(images, 42, 7, 0.1, torch.Generator().manual_seed(0))
     places = set()
@@ -31,7 +28,7 @@ def test_masks_are_exact() -> None:
 
 
 @pytest.mark.parametrize(("attention", "unit"), [("standard", False), ("quest", True)])
-def test_ag_cam_equals_a_model_written_out(attention: str, unit: bool) -> None:
+def test_ag_cam_equals_a_model_written_out(attention, unit):
     torch.manual_seed(0)
     model = VisionTransformer(attention, layers=2, **SHAPE).eval()
     for parameter in model.parameters():
@@ -64,7 +61,7 @@ def test_ag_cam_equals_a_model_written_out(attention: str, unit: bool) -> None:
     torch.testing.assert_close(found["rollout"].sum(1), torch.ones(3))
 
 
-def test_recording_leaves_the_model_as_it_was() -> None:
+def test_recording_leaves_the_model_as_it_was():
     model = VisionTransformer("quest", layers=1, **SHAPE).eval()
     images = torch.randn(2, 28, 28)
     before = model(images)
@@ -75,7 +72,7 @@ def test_recording_leaves_the_model_as_it_was() -> None:
     assert len(seen) == 1
 
 
-def test_scores_of_a_map() -> None:
+def test_scores_of_a_map():
     masks = torch.tensor([[[True, True], [False, False]]])
     pixels = torch.tensor([[[0.9, 0.2], [0.6, 0.1]]])
     found = {name: value.item() for name, value in explain.compare(pixels, masks).items()}
@@ -86,7 +83,7 @@ def test_scores_of_a_map() -> None:
     assert torch.equal(explain.to_pixels(torch.ones(1, 4), 6), torch.zeros(1, 6, 6))
 
 
-def test_a_cell_measures_and_is_drawn(data: Path) -> None:
+def test_a_cell_measures_and_is_drawn(data):
     result = run(cell("explain/fashion-mnist", "canvas", data=data))
     assert all(0 <= value <= 100 for value in result.metrics.values())
     assert {"AG-CAM IoU", "rollout pointing", "accuracy"} <= result.metrics.keys()

@@ -1,9 +1,5 @@
 """gpu/attention on the CPU at toy sizes, and its refusal without CUDA."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -19,13 +15,13 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machin
 
 
 @without_cuda
-def test_it_is_refused_without_cuda(tmp_path: Path) -> None:
+def test_it_is_refused_without_cuda(tmp_path):
     with pytest.raises(PluginError, match="needs CUDA, and torch .* sees no GPU"):
         gpu.run(Cell("gpu/attention", "N=25", "quest", 0, False, None, {}, tmp_path), lambda *_: None)
 
 
 @pytest.mark.slow
-def test_a_report_compares_attentions_at_each_length(tmp_path: Path) -> None:
+def test_a_report_compares_attentions_at_each_length(tmp_path):
     attentions = "standard,quest+gqa(kv_heads=2),aft-full"
     command = ["run", "gpu/attention/N=197,N=25", "--attention", attentions, "--seeds", "0-1", "--smoke"]
     assert app_main([*command, "--jobs", "1", "--out", str(tmp_path)]) == 0
@@ -36,17 +32,16 @@ def test_a_report_compares_attentions_at_each_length(tmp_path: Path) -> None:
         assert [row.finished for row in group.rows] == [2, 2, 2]
         assert all(value > 0 for row in group.rows for value in row.values.values())
     (cell, *_) = [cell for cell in groups[0].cells if "gqa" in cell.cell["attention"]]
-    assert cell.result is not None
     assert cell.result["details"]["key heads"] == 2
     assert cell.result["details"]["fastest"] in gpu.ON_CPU
     assert cell.result["metrics"]["ms"] > 0
 
 
-def test_a_machine_that_slows_down_does_not_change_a_ratio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_machine_that_slows_down_does_not_change_a_ratio(monkeypatch, tmp_path):
     """Each turn takes longer than the one before, and the attention always takes twice a back-end's time."""
     turns = iter(range(10_000))
 
-    def timer(attend: object, *_: object) -> gpu.Timer:
+    def timer(attend, *_):
         own = isinstance(attend, quest_core.Mechanism)
         return lambda repeats: (1 + next(turns) / 1e4) * (2.0 if own else 1.0)
 
@@ -57,11 +52,11 @@ def test_a_machine_that_slows_down_does_not_change_a_ratio(monkeypatch: pytest.M
     assert result.metrics["forward time of sdpa/math"] == pytest.approx(2, rel=0.01)
 
 
-def test_a_back_end_that_refuses_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_back_end_that_refuses_is_left_out_by_name(monkeypatch, tmp_path):
     cell = Cell("gpu/attention", "N=25", "standard", 0, True, None, {}, tmp_path)
     whole = gpu.peers
 
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise RuntimeError("no kernel")
 
     monkeypatch.setattr(gpu, "peers", lambda *given: {**whole(*given), "flash": (refuse, gpu.contextlib.nullcontext)})
@@ -73,7 +68,7 @@ def test_a_back_end_that_refuses_is_left_out_by_name(monkeypatch: pytest.MonkeyP
         gpu.run(cell, lambda *_: None)
 
 
-def test_contenders_compute_what_their_names_say() -> None:
+def test_contenders_compute_what_their_names_say():
     from torch.nn.attention.flex_attention import flex_attention
 
     q, k, v = torch.randn(3, 1, 4, 6, 8)

@@ -1,9 +1,5 @@
 """gqa/*: pooling equals averaging by hand, groups equal the paper's formula, and what a cell measures."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from cells import cell, run
@@ -16,7 +12,7 @@ SMALL = cell("gqa/fashion-mnist", "half").options | SIZES
 
 
 @pytest.mark.parametrize("name", ["gqa", "kdgqa", "dgqa", "pgqa", "quest+gqa"])
-def test_loading_averages_the_heads_of_a_group(name: str) -> None:
+def test_loading_averages_the_heads_of_a_group(name):
     config = AttentionConfig.parse(name)
     base = gqa.regrouped(config, "mha")
     trained = gqa.build(base, 1, SMALL)
@@ -32,21 +28,21 @@ def test_loading_averages_the_heads_of_a_group(name: str) -> None:
     assert torch.equal(trained.classifier.weight, pooled.classifier.weight)
 
 
-def test_the_score_stays_when_the_grouping_changes() -> None:
+def test_the_score_stays_when_the_grouping_changes():
     config = AttentionConfig.parse("quest+dgqa(window=7, evolution=difference)")
     assert str(gqa.regrouped(config, "mha")) == "quest"
     assert str(gqa.with_heads(gqa.regrouped(config, "gqa"), 2)) == "quest+gqa(kv_heads=2)"
     assert gqa.with_heads(AttentionConfig.parse("standard"), 2) == AttentionConfig.parse("standard")
 
 
-def test_group_sizes_follow_the_key_norms() -> None:
+def test_group_sizes_follow_the_key_norms():
     wide = SMALL | {"layers": 1, "heads": 8}
     model = gqa.build(AttentionConfig.parse("kdgqa(kv_heads=4)"), 0, wide).eval()
     with torch.no_grad():
         for head, factor in enumerate((1.0, 3.0, 1.5, 2.2)):
             model.blocks[0].attention.k_proj.weight[4 * head : 4 * head + 4] *= factor
     images = torch.randn(5, 28, 28)
-    keys: list[torch.Tensor] = []
+    keys = []
     model.blocks[0].attention.k_proj.register_forward_hook(lambda module, args, out: keys.append(out))
     sizes = gqa.group_sizes(model, images)
     norms = keys[0].reshape(5, 16, 4, 4).square().sum((1, 3)).sqrt().mean(0)  # Frobenius, averaged over the batch
@@ -63,7 +59,7 @@ def test_group_sizes_follow_the_key_norms() -> None:
     assert gqa.non_uniform(plain, images) == 0
 
 
-def test_halves_share_no_class_and_no_image(data: Path) -> None:
+def test_halves_share_no_class_and_no_image(data):
     given = cell(
         "gqa/fashion-mnist", "half", "gqa", data, smoke=False, train=100, downstream=80, validation=50, test=60
     )
@@ -78,7 +74,7 @@ def test_halves_share_no_class_and_no_image(data: Path) -> None:
     assert early.x.std() == pytest.approx(1, abs=1e-4)
 
 
-def test_cells_of_one_seed_share_their_pretraining(data: Path) -> None:
+def test_cells_of_one_seed_share_their_pretraining(data):
     plain, grouped, dynamic = (
         run(cell("gqa/fashion-mnist", "half", name, data, **SIZES)).metrics
         for name in ("standard", "gqa", "dgqa(window=1)")

@@ -1,9 +1,6 @@
 """images/*: the measurements of a cell, and its errors for missing or broken data."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ SUITE = "images/fashion-mnist"
 
 
 @pytest.mark.parametrize("attention", ["standard", "quest", "quest(init=6)", "qknorm-hs", "elliptical-quest"])
-def test_a_cell_measures(data: Path, attention: str) -> None:
+def test_a_cell_measures(data, attention):
     result = run(cell(SUITE, "lr=0.003", attention, data))
     assert 0 <= result.metrics["accuracy"] <= 100
     assert result.metrics["diverged"] == 0
@@ -24,7 +21,7 @@ def test_a_cell_measures(data: Path, attention: str) -> None:
     assert math.isfinite(result.metrics["max_logit"])
 
 
-def test_digits_come_with_scikit_learn_and_show_the_largest_logit() -> None:
+def test_digits_come_with_scikit_learn_and_show_the_largest_logit():
     result = run(cell("images/digits", "lr=0.03"))
     assert result.series["max_logit"][-1] == pytest.approx(result.metrics["max_logit"])
     from sklearn.datasets import load_digits
@@ -36,12 +33,12 @@ def test_digits_come_with_scikit_learn_and_show_the_largest_logit() -> None:
     assert len(splits[1][1]) == 597
 
 
-def test_the_start_survives_the_initialization_of_the_model(data: Path) -> None:
+def test_the_start_survives_the_initialization_of_the_model(data):
     assert run(cell(SUITE, "lr=0.003", "quest(init=6)", data)).metrics["first_query_norm"] == pytest.approx(6, rel=0.1)
     assert run(cell(SUITE, "lr=0.003", data=data)).metrics["first_query_norm"] < 1
 
 
-def test_missing_and_broken_data_is_named(tmp_path: Path) -> None:
+def test_missing_and_broken_data_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"no train-images-idx3-ubyte\.gz in .*dataset-fashion-mnist"):
         run(cell(SUITE, "lr=0.003", data=tmp_path))
     (tmp_path / "train-images-idx3-ubyte").write_bytes(b"\0\0\x08\3" + bytes(20))
@@ -57,20 +54,20 @@ ATTENTIONS = (
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_every_attention_trains_with_the_recipe_of_deit(data: Path, attention: str) -> None:
+def test_every_attention_trains_with_the_recipe_of_deit(data, attention):
     result = run(cell("images/recipes", "deit", attention, data, warmup=0))
     assert result.metrics["diverged"] == 0
     assert math.isfinite(result.series["train_loss"][0])
 
 
 @pytest.mark.parametrize("precision", images.PRECISIONS)
-def test_a_recipe_trains_in_each_precision(data: Path, precision: str) -> None:
+def test_a_recipe_trains_in_each_precision(data, precision):
     assert math.isfinite(
         run(cell("images/recipes", "vit", "quest", data, warmup=0, precision=precision)).series["train_loss"][0]
     )
 
 
-def test_a_recipe_reports_the_rate_that_validation_chooses(data: Path) -> None:
+def test_a_recipe_reports_the_rate_that_validation_chooses(data):
     result = run(cell("images/recipes", "vit", "quest", data, warmup=0, rate=1e-6, rates=6, validation=60))
     rates = [name.removeprefix("accuracy/") for name in result.metrics if name.startswith("accuracy/")]
     assert rates == ["lr=1e-06", "lr=3.2e-06", "lr=1e-05", "lr=3.2e-05", "lr=0.0001", "lr=0.00032"]
@@ -79,7 +76,7 @@ def test_a_recipe_reports_the_rate_that_validation_chooses(data: Path) -> None:
     assert result.metrics["accuracy"] == result.metrics[f"accuracy/{best}"]
 
 
-def test_augmentation_keeps_probabilities_and_mixes_in_proportion() -> None:
+def test_augmentation_keeps_probabilities_and_mixes_in_proportion():
     x, y = torch.zeros(8, 1, 16, 16), torch.arange(8) % 4
     x[4:] = 1  # the batch is mixed with its reverse, so each image is mixed with one of the other value
     for seed in range(20):
@@ -89,7 +86,7 @@ def test_augmentation_keeps_probabilities_and_mixes_in_proportion() -> None:
         assert (target >= 0.1 / 4 - 1e-6).all()
 
 
-def test_images_of_cifar_are_read(tmp_path: Path) -> None:
+def test_images_of_cifar_are_read(tmp_path):
     draw = torch.Generator().manual_seed(0)
     options = {"train": 6, "validation": 2, "test": 3}
     labels = torch.arange(10, dtype=torch.uint8)[:, None]

@@ -1,7 +1,5 @@
 """The sequences of recall/mqar and recall/mad."""
 
-from __future__ import annotations
-
 import re
 from random import Random
 
@@ -12,7 +10,7 @@ from quest_research.suites.mad import BLANK, LAST, TASKS, FromTheLast
 from quest_research.suites.recall import IGNORED, sequences
 
 
-def test_every_key_comes_once_more_and_its_value_is_wanted_there() -> None:
+def test_every_key_comes_once_more_and_its_value_is_wanted_there():
     tokens, wanted = sequences(50, 8, 64, torch.Generator().manual_seed(0))
     for row, answers in zip(tokens.tolist(), wanted.tolist(), strict=True):
         value_of = dict(zip(row[:16:2], row[1:16:2], strict=True))
@@ -27,12 +25,12 @@ def test_every_key_comes_once_more_and_its_value_is_wanted_there() -> None:
 
 
 @pytest.mark.parametrize(("task", "lengths"), [("in-context", {1}), ("fuzzy", {1, 2, 3}), ("noisy", {1})])
-def test_a_value_is_wanted_where_its_key_was_seen_before(task: str, lengths: set[int]) -> None:
+def test_a_value_is_wanted_where_its_key_was_seen_before(task, lengths):
     dice, found, noise = Random(0), set(), 0
     for _ in range(50):
         tokens, wanted = TASKS[task][1](dice)
         text = "".join("abcdefghABCDEFGH................"[token] for token in tokens)
-        value_of: dict[str, str] = {}
+        value_of = {}
         expected = [IGNORED] * 70
         for pair in re.finditer("([a-h]+)([A-H]+)", text):
             if value := value_of.get(pair[1]):
@@ -45,9 +43,9 @@ def test_a_value_is_wanted_where_its_key_was_seen_before(task: str, lengths: set
     assert (0.15 < noise / 3200 < 0.25) if task == "noisy" else not noise
 
 
-def test_copies_and_facts_are_wanted_where_they_are_not_seen() -> None:
+def test_copies_and_facts_are_wanted_where_they_are_not_seen():
     dice = Random(0)
-    facts: dict[int, int] = {}
+    facts = {}
     for _ in range(50):
         tokens, wanted = TASKS["copying"][1](dice)
         end = tokens.index(LAST) + 1
@@ -59,7 +57,7 @@ def test_copies_and_facts_are_wanted_where_they_are_not_seen() -> None:
         assert all(facts.setdefault(*fact) == fact[1] for fact in zip(tokens[::2], wanted[1::2], strict=True))
 
 
-def test_a_decoder_sees_only_the_last_token() -> None:
+def test_a_decoder_sees_only_the_last_token():
     x = torch.randn(2, 9, 8)
     decode = FromTheLast(8)
     assert torch.equal(decode(x), decode(torch.cat([torch.zeros(2, 8, 8), x[:, -1:]], 1)))

@@ -1,7 +1,5 @@
 """The commands of research/results still run, shortened; those of host plugins are tested in their environments."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path
@@ -31,14 +29,14 @@ SUITES = [
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_committed_suite_runs(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_committed_suite_runs(data, tmp_path, monkeypatch):
     monkeypatch.setattr(images, "DEBIAN", data)
     ran = run_committed(RESULTS, SUITES, tmp_path)
     assert {cell.split()[0] for cell in ran} == set(SUITES)
 
 
 @pytest.mark.slow
-def test_every_committed_measurement_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_committed_measurement_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = "\n".join(path.read_text() for path in RESULTS.rglob("*.md") if "zoo" not in path.parts)  # not installed
     commands = re.findall(f"`{NAME} ([^`]*)`", text)
@@ -48,7 +46,7 @@ def test_every_committed_measurement_runs(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
-def test_committed_results_can_be_read(folder: Path) -> None:
+def test_committed_results_can_be_read(folder):
     groups = read_groups(folder, "standard")
     assert groups
     assert all(row.finished for group in groups for row in group.rows)

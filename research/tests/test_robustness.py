@@ -1,9 +1,6 @@
 """robustness/images: each task measures its shift, and the shifts are the same for every attention."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +18,7 @@ ITEMS = {"fog": 3, "corruptions": 15, "attacks": 3, "autoattack": 1, "patch": 1}
 
 
 @pytest.mark.parametrize("task", SUITES[SUITE]["tasks"])
-def test_every_task_reports_the_mean_of_its_shifts(data: Path, task: str) -> None:
+def test_every_task_reports_the_mean_of_its_shifts(data, task):
     pytest.importorskip("torchattacks" if "attack" in task else "imagecorruptions")
     result = run(cell(SUITE, task, data=data))
     scores = [value for name, value in result.metrics.items() if name.startswith("accuracy/")]
@@ -33,7 +30,7 @@ def test_every_task_reports_the_mean_of_its_shifts(data: Path, task: str) -> Non
     assert len(result.details["best_epochs"]) == (2 if task == "fog" else 1)
 
 
-def test_corruptions_are_repeatable_and_leave_the_generators_alone() -> None:
+def test_corruptions_are_repeatable_and_leave_the_generators_alone():
     pytest.importorskip("imagecorruptions")
     images = torch.rand(2, 1, 28, 28, generator=torch.Generator().manual_seed(0))
     for name in robustness.CORRUPTIONS:
@@ -48,7 +45,7 @@ def test_corruptions_are_repeatable_and_leave_the_generators_alone() -> None:
         assert not torch.allclose(once, images, atol=0.02), name
 
 
-def test_attacks_stay_within_their_budget(data: Path) -> None:
+def test_attacks_stay_within_their_budget(data):
     pytest.importorskip("torchattacks")
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
     images, labels = torch.rand(4, 1, 8, 8), torch.tensor([0, 1, 2, 0])
@@ -59,7 +56,7 @@ def test_attacks_stay_within_their_budget(data: Path) -> None:
         assert 0 < change <= (robustness.SPSA_EPSILON if name == "SPSA" else 1 / 255) + 1e-6
 
 
-def test_the_square_is_at_the_place_of_the_class_or_of_another() -> None:
+def test_the_square_is_at_the_place_of_the_class_or_of_another():
     labels = torch.arange(10).repeat(30)
     images = torch.zeros(300, 1, 28, 28)
     own, _ = robustness.patch((images, labels), 10, 1.0)
@@ -76,7 +73,7 @@ def test_the_square_is_at_the_place_of_the_class_or_of_another() -> None:
         robustness.patch((images, labels), 100, 1.0)
 
 
-def test_a_missing_package_is_named_with_its_command(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_its_command(data, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchattacks", None)
     monkeypatch.setitem(sys.modules, "imagecorruptions", None)
     monkeypatch.setattr(robustness, "classify", _no_training)
@@ -86,5 +83,5 @@ def test_a_missing_package_is_named_with_its_command(data: Path, monkeypatch: py
         run(cell(SUITE, "fog", data=data))
 
 
-def _no_training(*_: object, **__: object) -> None:
+def _no_training(*_, **__):
     raise AssertionError("a missing package is found before training")

@@ -1,12 +1,9 @@
 """Speed: what is measured is what is named, ratios are right, mistakes are named."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ from quest_research.speed import speed, versions
 SHAPE = (2, 4, 5, 8)
 
 
-def test_contenders_compute_what_their_names_say() -> None:
+def test_contenders_compute_what_their_names_say():
     q, k, v = torch.randn(3, *SHAPE)
     plan = speed.Plan(attentions=("quest", "qknorm-hs"))
     alone = speed.contenders(plan, speed.PEER, SHAPE)
@@ -34,7 +31,7 @@ def test_contenders_compute_what_their_names_say() -> None:
         torch.testing.assert_close(attend(q, k, v).double(), want, rtol=1e-5, atol=1e-5)
 
 
-def test_every_call_gets_fresh_tensors_in_the_layout_that_is_named() -> None:
+def test_every_call_gets_fresh_tensors_in_the_layout_that_is_named():
     for layout, leaves, stride in (("padded", 3, (160, 40, 8, 1)), ("packed", 1, (480, 8, 96, 1))):
         make = speed.fresh(layout, SHAPE)
         (mine, inputs, gradient), (others, _, _) = make(True), make(True)
@@ -49,16 +46,16 @@ def test_every_call_gets_fresh_tensors_in_the_layout_that_is_named() -> None:
 TINY = speed.Plan(attentions=("quest", "standard"), shapes=((1, 1, 4, 4),), linear_shape=(1, 1, 8, 4), rounds=2)
 
 
-def tiny(**changes: object) -> speed.Plan:
+def tiny(**changes):
     return dataclasses.replace(TINY, **{"slice_seconds": 0.0, **changes})
 
 
-def test_ratios_are_taken_round_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ratios_are_taken_round_by_round(monkeypatch):
     """The machine slows down fourfold half-way; a contender that always takes twice the peer's time shows 2."""
     calls = iter(range(10_000))
     peers = (torch.nn.functional.scaled_dot_product_attention, speed.naive_linear)
 
-    def clock(attend: object, make: object, backward: bool, repeats: int) -> float:
+    def clock(attend, make, backward, repeats):
         slow = 4 if next(calls) > 20 else 1
         return slow * (1.0 if attend in peers else 2.0)
 
@@ -73,9 +70,7 @@ def test_ratios_are_taken_round_by_round(monkeypatch: pytest.MonkeyPatch) -> Non
     assert text.count("###") == 4
 
 
-def test_the_report_and_every_record_say_where_they_were_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_report_and_every_record_say_where_they_were_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     text = speed.run(tiny(), tmp_path, threads=[1], command="the command")
     assert {path.name for path in tmp_path.iterdir()} == {"speed.md", "speed.json"}
@@ -91,7 +86,7 @@ def test_the_report_and_every_record_say_where_they_were_measured(
         assert row["milliseconds"] > 0
 
 
-def test_an_attention_that_refuses_its_inputs_says_so_from_its_process() -> None:
+def test_an_attention_that_refuses_its_inputs_says_so_from_its_process():
     with pytest.raises(InputError, match="max_length"):
         speed.measure_apart(tiny(attentions=("aft-full(max_length=2)",)), 1)
 
@@ -108,19 +103,19 @@ def test_an_attention_that_refuses_its_inputs_says_so_from_its_process() -> None
         (["--attention", "qest"], "did you mean 'quest'"),
     ],
 )
-def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_named(arguments, message, capsys):
     assert exit_code(command.app, arguments, command.NAME) == 2
     assert message in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_the_interval_of_a_median_has_the_ranks_of_the_sign_test() -> None:
+def test_the_interval_of_a_median_has_the_ranks_of_the_sign_test():
     """Of 31 values the 10th and the 22nd: a coin shows 10 to 21 heads in 31 throws with a probability of 97 %."""
     assert versions.median([float(x) for x in range(31)]) == (9, 15, 21)
     assert versions.median([2.0]) == (2, 2, 2)
 
 
 @pytest.mark.slow
-def test_two_versions_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_two_versions_take_turns(monkeypatch, tmp_path):
     """This version against itself, in two cells of all."""
     chosen = [cell for cell in versions.cells() if cell["kind"] in ("function", "decode")][:2]
     monkeypatch.setattr(versions, "cells", lambda: chosen)

@@ -1,9 +1,6 @@
 """stability/rates: a rate that diverges stays in the result, and the range of good rates is counted right."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -19,7 +16,7 @@ SMALL = {"train": 96, "validation": 32, "test": 64, "epochs": 2, "layers": 1, "w
 
 
 @pytest.mark.parametrize("broken", [0, 1])
-def test_a_layer_of_nan_is_seen_wherever_it_stands(broken: int) -> None:
+def test_a_layer_of_nan_is_seen_wherever_it_stands(broken):
     layers = nn.ModuleList(quest_core.Attention(8, 2, "quest") for _ in range(2))
     nn.init.constant_(next(layers[broken].parameters()), math.nan)
     model = Each(layers)
@@ -32,16 +29,16 @@ def test_a_layer_of_nan_is_seen_wherever_it_stands(broken: int) -> None:
 class Each(nn.Module):
     """Calls every layer with the input."""
 
-    def __init__(self, layers: nn.ModuleList) -> None:
+    def __init__(self, layers):
         super().__init__()
         self.layers = layers
 
-    def forward(self, x: torch.Tensor) -> None:
+    def forward(self, x):
         for layer in self.layers:
             layer(x)
 
 
-def test_a_rate_that_diverges_counts_as_guessing(data: Path) -> None:
+def test_a_rate_that_diverges_counts_as_guessing(data):
     result = run(cell("stability/rates", "vit", data=data, smoke=False, **SMALL, lowest=1e30))
     assert result.metrics["diverged"] == 2
     assert result.metrics["accuracy"] == result.metrics["best accuracy"] == 10
@@ -49,7 +46,7 @@ def test_a_rate_that_diverges_counts_as_guessing(data: Path) -> None:
 
 
 @pytest.mark.parametrize("task", ["vit", "pydocs"])
-def test_a_cell_measures_every_rate(data: Path, task: str) -> None:
+def test_a_cell_measures_every_rate(data, task):
     result = run(cell("stability/rates", task, data=data, smoke=False, **SMALL))
     scores = [result.metrics["accuracy/lr=0.001"], result.metrics["accuracy/lr=0.0032"]]
     assert result.metrics["accuracy"] == sum(scores) / 2
@@ -59,7 +56,7 @@ def test_a_cell_measures_every_rate(data: Path, task: str) -> None:
         assert all(map(math.isfinite, result.series[f"{name}/lr=0.0032"]))
 
 
-def test_clipping_bounds_the_logits_of_training(data: Path) -> None:
+def test_clipping_bounds_the_logits_of_training(data):
     tops = {}
     for threshold in (0, 0.01):
         more = {**SMALL, "epochs": 5, "qk_clip": threshold}  # 10 steps
@@ -68,7 +65,7 @@ def test_clipping_bounds_the_logits_of_training(data: Path) -> None:
     assert tops[0.01] < tops[0] / 2
 
 
-def test_the_language_model_sees_no_later_character() -> None:
+def test_the_language_model_sees_no_later_character():
     model = stability.LanguageModel("quest", 11, cell("stability/rates", "vit", **SMALL).options).eval()
     tokens = torch.randint(11, (1, 20))
     changed = tokens.clone()
@@ -76,7 +73,7 @@ def test_the_language_model_sees_no_later_character() -> None:
     torch.testing.assert_close(model(tokens)[:, :-1], model(changed)[:, :-1])
 
 
-def test_plots_draw_seeds_that_stop_early(data: Path) -> None:
+def test_plots_draw_seeds_that_stop_early(data):
     result = run(cell("stability/rates", "vit", data=data, smoke=False, **SMALL))
     short = {name: values[:1] for name, values in result.series.items()}
     cells = [

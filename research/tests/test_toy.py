@@ -1,7 +1,5 @@
 """toy/spurious: the data, the models side by side against a single model, the optimizer, and the verdicts."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -16,7 +14,7 @@ import torch.nn.functional as F
 
 from devtools.cells import check_resume
 from quest_research.suites import suites, toy
-from quest_suites.contract import Cell, Result
+from quest_suites.contract import Cell
 
 ATTENTIONS = ("standard", "quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm", "qknorm-hs(init=1)")
 BLOCKS = ("prenorm", "printed")
@@ -24,19 +22,19 @@ MODEL = {"seq_len": 14, "embed_std": 0.3}
 DEFAULTS = {option["name"]: option["default"] for option in suites.OPTIONS}
 
 
-def make_models(attention: str, seeds: list[int], block: str) -> toy.Models:
+def make_models(attention, seeds, block):
     return toy.Models(attention, seeds, block=block, **MODEL)
 
 
-def make_alone(attention: str, seed: int, block: str) -> toy.Transformer:
+def make_alone(attention, seed, block):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(toy._mix("weights", seed))
         return toy.Transformer(attention, block=block, **MODEL)
 
 
-def run_smoke(**changes: object) -> tuple[Result, list[float]]:
+def run_smoke(**changes):
     cell = Cell("toy/spurious", "retrieval", "quest", 0, True, None, dict(DEFAULTS), Path(tempfile.mkdtemp()))
-    fractions: list[float] = []
+    fractions = []
     result = toy.run(dataclasses.replace(cell, **changes), lambda fraction, text: fractions.append(fraction))
     return result, fractions
 
@@ -44,7 +42,7 @@ def run_smoke(**changes: object) -> tuple[Result, list[float]]:
 # --- data ---------------------------------------------------------------------------------------------------------
 
 
-def test_data_follows_the_paper() -> None:
+def test_data_follows_the_paper():
     train, test = toy.make_data(3, samples=4000, test_samples=4000, seq_len=20)
     every = torch.arange(4000)
     for data in (train, test):
@@ -68,7 +66,7 @@ def test_data_follows_the_paper() -> None:
     assert (seen - torch.eye(10)).norm() > 3
 
 
-def test_data_of_a_seed_is_fixed_and_test_samples_do_not_depend_on_training_samples() -> None:
+def test_data_of_a_seed_is_fixed_and_test_samples_do_not_depend_on_training_samples():
     few, one_test = toy.make_data(0, samples=8, test_samples=16, seq_len=14)
     again, _ = toy.make_data(0, samples=8, test_samples=16, seq_len=14)
     _, other_test = toy.make_data(0, samples=99, test_samples=16, seq_len=14)
@@ -78,7 +76,7 @@ def test_data_of_a_seed_is_fixed_and_test_samples_do_not_depend_on_training_samp
     assert not torch.equal(few.x, other_seed.x)
 
 
-def test_answers_stay_inside_a_short_sequence() -> None:
+def test_answers_stay_inside_a_short_sequence():
     train, _ = toy.make_data(0, samples=500, test_samples=1, seq_len=11)
     assert train.location.max() == 10
     assert train.location.min() >= 0
@@ -89,7 +87,7 @@ def test_answers_stay_inside_a_short_sequence() -> None:
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_a_model_trains_side_by_side_as_it_does_alone(attention: str, block: str) -> None:
+def test_a_model_trains_side_by_side_as_it_does_alone(attention, block):
     """The plain module, over the full sequence, with torch.optim.AdamW, follows the same losses."""
     settings = [(0.003, 0.0, 4), (0.01, 0.1, 7), (0.001, 0.05, 4)]  # learning rate, weight decay, weight seed
     models = make_models(attention, [seed for _, _, seed in settings], block)
@@ -114,7 +112,7 @@ def test_a_model_trains_side_by_side_as_it_does_alone(attention: str, block: str
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_models_return_the_projected_keys(block: str) -> None:
+def test_models_return_the_projected_keys(block):
     models, alone = make_models("quest", [5, 6], block), make_alone("quest", 6, block)
     x = toy.make_data(0, samples=4, test_samples=1, seq_len=MODEL["seq_len"])[0].x
     tokens = torch.cat([alone.cls.expand(4, 1, -1), x], dim=1) + alone.positions
@@ -122,11 +120,11 @@ def test_models_return_the_projected_keys(block: str) -> None:
     torch.testing.assert_close(models(x)[1][1], wanted)
 
 
-def test_key_norms_tell_the_kinds_of_tokens_apart() -> None:
+def test_key_norms_tell_the_kinds_of_tokens_apart():
     models = make_models("quest", [5, 6], "prenorm")
     data, _ = toy.make_data(0, samples=40, test_samples=1, seq_len=MODEL["seq_len"])
     norms = models(data.x)[1].norm(dim=-1)  # [M, 40, 1 + N]
-    kinds: dict[str, list[torch.Tensor]] = {kind: [] for kind in toy.KINDS}
+    kinds = {kind: [] for kind in toy.KINDS}
     for sample, (answer, biased) in enumerate(zip(data.location.tolist(), data.biased.tolist(), strict=True)):
         for position in range(MODEL["seq_len"]):
             kind = "other" if position != answer else "biased" if biased else "unbiased"
@@ -135,7 +133,7 @@ def test_key_norms_tell_the_kinds_of_tokens_apart() -> None:
     torch.testing.assert_close(toy._key_norms(models, data), wanted)
 
 
-def test_initial_weights_are_those_of_torch() -> None:
+def test_initial_weights_are_those_of_torch():
     """Only the embeddings are initialized by this module; everything else is as nn.Linear and nn.LayerNorm make it."""
     models = make_models("quest", [0, 0, 1], "prenorm")
     weights = models.parameters["key.weight"]
@@ -146,10 +144,10 @@ def test_initial_weights_are_those_of_torch() -> None:
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_a_diverged_model_leaves_the_others_alone(block: str) -> None:
+def test_a_diverged_model_leaves_the_others_alone(block):
     data, _ = toy.make_data(0, samples=64, test_samples=1, seq_len=MODEL["seq_len"])
 
-    def train(break_second: bool) -> torch.Tensor:
+    def train(break_second):
         models = make_models("qknorm-hs", [0, 1, 2], block)
         optimizer = toy.AdamW(models.parameters.values(), torch.full((3,), 0.01), torch.zeros(3))
         if break_second:
@@ -178,11 +176,11 @@ def test_a_diverged_model_leaves_the_others_alone(block: str) -> None:
         (100, 12, "other"),
     ],
 )
-def test_outcome(train: float, test: float, expected: str) -> None:
+def test_outcome(train, test, expected):
     assert toy.outcome(train, test) == expected
 
 
-def test_a_diverged_model_is_counted_as_degenerate_and_said() -> None:
+def test_a_diverged_model_is_counted_as_degenerate_and_said():
     grid = [(0.1, 0.0, 0), (0.2, 0.0, 0)]
     train, test = torch.tensor([99.0, math.nan]), torch.tensor([97.0, math.nan])
     losses, norms = torch.tensor([[1.0, 2.0], [0.5, math.nan]]), torch.ones(2, 3, 2)
@@ -198,7 +196,7 @@ def test_a_diverged_model_is_counted_as_degenerate_and_said() -> None:
 
 
 @pytest.mark.parametrize("attention", ["quest", "qknorm-ds"])
-def test_smoke_cell(attention: str) -> None:
+def test_smoke_cell(attention):
     result, fractions = run_smoke(attention=attention)
     assert fractions == [0.5, 1.0]
     json.dumps(dataclasses.asdict(result), allow_nan=False)
@@ -211,7 +209,7 @@ def test_smoke_cell(attention: str) -> None:
     assert run_smoke(attention=attention, seed=1)[0] != result
 
 
-def test_a_cell_learns_the_shortcut() -> None:
+def test_a_cell_learns_the_shortcut():
     """Half of the training samples are solved by looking for b, which is learned in a few hundred steps."""
     train, test = toy.make_data(0, samples=512, test_samples=256, seq_len=MODEL["seq_len"])
     models = make_models("standard", [0, 1], "prenorm")
@@ -224,12 +222,12 @@ def test_a_cell_learns_the_shortcut() -> None:
     assert (on_test < on_train - 10).all()
 
 
-def test_options_need_only_the_standard_library() -> None:
+def test_options_need_only_the_standard_library():
     code = f"import runpy, sys; runpy.run_path({suites.__file__!r}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     assert all({"name", "kind", "default", "doc"} <= option.keys() for option in suites.OPTIONS)
 
 
-def test_a_stopped_cell_continues_at_its_last_epoch(tmp_path: Path) -> None:
+def test_a_stopped_cell_continues_at_its_last_epoch(tmp_path):
     cell = Cell("toy/spurious", "retrieval", "qknorm-hs", 0, True, None, dict(DEFAULTS), tmp_path)
     check_resume(toy.run, cell, tmp_path, share=0.5)

@@ -1,9 +1,5 @@
 """The toy's own plots, from made-up results of the shape that the suite returns; and its declared options."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import matplotlib as mpl
 import pandas as pd
 
@@ -13,7 +9,7 @@ from quest_research.suites.suites import SUITES
 from quest_research.suites.toy_plots import KINDS, OUTCOMES, plots
 
 
-def made_up(attention: str, outcomes: list[str]) -> dict[str, Any]:
+def made_up(attention, outcomes):
     models = [
         {"learning_rate": 0.001 * (1 + i % 2), "weight_decay": 0.01 * (i // 2), "weight_seed": 0, "outcome": outcome}
         for i, outcome in enumerate(outcomes)
@@ -23,7 +19,7 @@ def made_up(attention: str, outcomes: list[str]) -> dict[str, Any]:
     return {"attention": attention, "series": series, "details": {"models": models}}
 
 
-def test_plots_show_success_outcomes_and_norms() -> None:
+def test_plots_show_success_outcomes_and_norms():
     results = [
         made_up("standard", ["biased", "biased", "other", "degenerate"]),
         made_up("quest", ["correct", "correct", "correct", "biased"]),
@@ -41,7 +37,7 @@ def test_plots_show_success_outcomes_and_norms() -> None:
     assert [text.get_text() for text in norms.axes[0].texts] == ["no such model"]
 
 
-def test_declared_defaults_are_allowed_values() -> None:
+def test_declared_defaults_are_allowed_values():
     for name, info in SUITES.items():
         suite = Suite.read({"suite": name, **info}, Record("bench", "quest-bench", "0"))
         given = [f"{name}={write_value(option['default'])}" for name, option in suite.options.items()]

@@ -1,32 +1,29 @@
 """The phases that suites train in: what is selected, and a loss that is not finite."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from quest_research.suites.training import DivergedError, Fit, Float16Products, fit
+from quest_research.suites.training import DivergedError, Float16Products, fit
 from quest_suites.contract import Cell
 
 PHASE: dict[str, Any] = {"rate": 0.1, "weight_decay": 0.0}
 
 
-def train(folder: Path, scores: list[float], **options: Any) -> tuple[Fit, list[torch.Tensor]]:
+def train(folder, scores, **options):
     """Train a model whose validation is given; returns the phase and the weights after each epoch."""
     cell = Cell("s", "t", "quest", 0, False, None, {}, folder)
     torch.manual_seed(0)
     model, seen = nn.Linear(3, 1), []
     data = torch.randn(8, 3)
 
-    def measure() -> dict[str, float]:
+    def measure():
         seen.append(model.weight.detach().clone())
         return {"score": scores[len(seen) - 1]}
 
-    def loss(picked: torch.Tensor) -> torch.Tensor:
+    def loss(picked):
         return (model(data[picked]) - 1).square().mean()
 
     phase = PHASE | {"epochs": len(scores), "batch": 4}
@@ -34,7 +31,7 @@ def train(folder: Path, scores: list[float], **options: Any) -> tuple[Fit, list[
     return found, seen
 
 
-def test_the_weights_of_the_selected_epoch_are_kept(tmp_path: Path) -> None:
+def test_the_weights_of_the_selected_epoch_are_kept(tmp_path):
     for name, options, epoch in (("last", {}, 2), ("max", {"select": "score"}, 1), ("min", {"best": min}, 0)):
         folder = tmp_path / name
         folder.mkdir()
@@ -44,13 +41,13 @@ def test_the_weights_of_the_selected_epoch_are_kept(tmp_path: Path) -> None:
         assert not torch.equal(seen[0], seen[2])
 
 
-def test_a_loss_that_is_not_finite_ends_the_phase(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_ends_the_phase(tmp_path):
     """A second start does not train again."""
     cell = Cell("s", "t", "quest", 0, False, None, {}, tmp_path)
     model = nn.Linear(2, 1)
     asked = []
 
-    def loss(picked: torch.Tensor) -> torch.Tensor:
+    def loss(picked):
         asked.append(len(picked))
         return model(torch.full((len(picked), 2), torch.nan if len(asked) > 2 else 1.0)).mean()
 
@@ -63,10 +60,10 @@ def test_a_loss_that_is_not_finite_ends_the_phase(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_products_of_float16_are_those_of_pytorch(dtype: torch.dtype) -> None:
+def test_products_of_float16_are_those_of_pytorch(dtype):
     """Forward and backward, beyond the largest number too; other types are not changed."""
 
-    def products() -> list[torch.Tensor]:
+    def products():
         torch.manual_seed(0)
         x, w = torch.randn(2, 5, 40, dtype=dtype).requires_grad_(), torch.randn(7, 40, dtype=dtype).requires_grad_()
         out = torch.nn.functional.linear(x, w, torch.ones(7, dtype=dtype)) @ torch.ones(2, 7, 3, dtype=dtype)

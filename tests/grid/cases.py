@@ -4,8 +4,6 @@ A cell is right if its outputs and gradients differ from the float64 reference b
 same plain formula differs in the type of the cell.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import zlib
@@ -272,7 +270,7 @@ class Cell:
         more = [*(["causal"] if self.is_causal else []), *(["N≠M"] if self.cross else [])]
         return ", ".join([self.subject.name, self.layout, str(self.dtype).removeprefix("torch."), self.mask, *more])
 
-    def made(self, seed: int = 0) -> Made:
+    def made(self, seed: int = 0) -> "Made":
         """Build the module, with parameters that differ from where they start, and its reference."""
         return Made(self, seed)
 

@@ -1,7 +1,5 @@
 """Random cells: any combination of parts and options, sizes, strides, masks and wanted gradients."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

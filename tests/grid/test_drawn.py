@@ -1,10 +1,6 @@
 """Hypothesis on top of the grid: specifications, sizes, strides, masks, wanted gradients and transforms."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Sequence
-from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,14 +8,14 @@ from hypothesis import strategies as st
 from devtools import versions
 
 from .cases import BY_NAME, judge
-from .draws import Example, MadeOf, example, run, text
+from .draws import MadeOf, example, run, text
 from .transforms import TRANSFORMS
 
 TRANSFORMED = ("func.vmap", "func.grad", "func.jvp", "second derivative", "jit.trace", "make_fx")
 """Transforms that take no seconds."""
 
 
-def settle(one: Example) -> None:
+def settle(one):
     """Raise if an example is neither right nor refused by name."""
     try:
         if one.transform == "eager":
@@ -34,14 +30,14 @@ def settle(one: Example) -> None:
 
 
 @given(st.data())
-def test_any_combination(data: st.DataObject) -> None:
+def test_any_combination(data):
     settle(example(functools.partial(draw, data)))
 
 
 @given(st.data())
-def test_any_combination_transformed(data: st.DataObject) -> None:
+def test_any_combination_transformed(data):
     settle(example(functools.partial(draw, data), TRANSFORMED))
 
 
-def draw(data: st.DataObject, options: Sequence[Any]) -> Any:
+def draw(data, options):
     return data.draw(st.sampled_from(options))

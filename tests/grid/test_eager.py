@@ -1,7 +1,5 @@
 """Eager: every mechanism on every layout, type and mask."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -10,10 +8,10 @@ import torch
 import quest_core
 from devtools import versions
 
-from .cases import DTYPES, LAYOUTS, SUBJECTS, Cell, Subject, check, gradients, masks_of
+from .cases import DTYPES, LAYOUTS, SUBJECTS, Cell, check, gradients, masks_of
 
 
-def run(cell: Cell) -> None:
+def run(cell):
     """Raise unless output and gradients are those of the reference."""
     made = cell.made()
     tensors = made.tensors()
@@ -23,18 +21,18 @@ def run(cell: Cell) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda s: s.name)
-def test_layouts(subject: Subject, layout: str) -> None:
+def test_layouts(subject, layout):
     for dtype in (torch.float64, lower(SUBJECTS.index(subject) + list(LAYOUTS).index(layout))):
         run(Cell(subject, layout, dtype))
 
 
-def lower(turn: int) -> torch.dtype:
+def lower(turn):
     """Return float32, bfloat16 and float16 in turn."""
     return DTYPES[1 + turn % 3]
 
 
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda s: s.name)
-def test_masks(subject: Subject) -> None:
+def test_masks(subject):
     wrong, lacking, row = [], [], SUBJECTS.index(subject)
     causal, cross = ((False, True) if able else (False,) for able in (subject.causal, subject.cross))
     cells = list(itertools.product(enumerate(masks_of(subject)), causal, cross))
@@ -64,7 +62,7 @@ OVERLAPPING = {  # shape, strides
 
 @pytest.mark.parametrize("layout", OVERLAPPING)
 @pytest.mark.parametrize("name", ["standard", "quest"])
-def test_overlapping_queries(name: str, layout: str) -> None:
+def test_overlapping_queries(name, layout):
     """PyTorch's kernel gives such an output strides in which it writes past its rows."""
     shape, strides = OVERLAPPING[layout]
     q = torch.randn(500).as_strided(shape, strides)

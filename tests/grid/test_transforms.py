@@ -1,16 +1,12 @@
 """Every mechanism under every transform: right, or refused by name, as docs/transforms.md says."""
 
-from __future__ import annotations
-
 import os
 import random
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
-from .cases import BY_NAME, SUBJECTS, Cell, Subject
+from .cases import BY_NAME, SUBJECTS, Cell
 from .outcomes import committed, recorded, run_all
 from .transforms import SLOW, TRANSFORMS
 
@@ -20,7 +16,7 @@ SAMPLED = ("compile, any length", "export", "ONNX", "make_fx", "make_fx, any len
 """The others, which the short tier runs with `quest` and with a subject that the seed of the run draws."""
 
 
-def covering() -> list[Subject]:
+def covering():
     """Return `quest` and few others that have every mechanism, those with many mechanisms first."""
     parts = {s.name: {part.name for part in s.config().components} for s in SUBJECTS}
     found = [BY_NAME["quest"]]
@@ -31,7 +27,7 @@ def covering() -> list[Subject]:
     return found
 
 
-def cells() -> Iterator[Any]:
+def cells():
     """Yield every subject and transform; what the short tier leaves out is marked slow."""
     for transform in TRANSFORMS:
         chosen = covering() if transform in COVERED else [BY_NAME["quest"]]
@@ -45,7 +41,7 @@ def cells() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("subject", "transform"), cells())
-def test_right_or_refused(subject: Subject, transform: str) -> None:
+def test_right_or_refused(subject, transform):
     results = run_all(subject, transform)
     if all(one.lacking for one in results):
         pytest.skip(results[0].lacking)
@@ -58,6 +54,6 @@ def test_right_or_refused(subject: Subject, transform: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("transform", SLOW)
 @pytest.mark.parametrize("name", ["quest", "quest+gqa", "quest+sigmoid", "aft-full"])
-def test_inductor(name: str, transform: str) -> None:
+def test_inductor(name, transform):
     for layout in ("packed", "chunk"):
         SLOW[transform](Cell(BY_NAME[name], layout, torch.float32, "keys", is_causal=True).made())

@@ -3,8 +3,6 @@
 Every function takes a `Made` and returns nothing, or a note on what it could not try.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -50,13 +48,6 @@ def zero_key(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     stored = torch.empty(0, dtype=k.dtype).set_(k.untyped_storage()).clone()
     stored[torch.arange(len(stored)).as_strided(k.shape, k.stride(), k.storage_offset())[0, 0, -1]] = 0
     return q, stored.as_strided(k.shape, k.stride(), k.storage_offset()), v, *mask
-
-
-def eager(made: Made) -> str | None:
-    """Nothing is transformed."""
-    tensors = made.tensors()
-    check(made, tensors, gradients(made.seeded(made.call), made.named(), tensors, made.cell.dtype))
-    return None
 
 
 def decode(made: Made) -> str | None:
@@ -166,7 +157,6 @@ def onnx(made: Made) -> str | None:
         tensors = made.tensors()
         shapes = None if made.single else _dynamic_shapes(made, tensors)
         program = torch.onnx.export(made.module, tensors, dynamic_shapes=shapes, dynamo=True, verbose=False)
-    assert program is not None
     session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
     inputs = [one.name for one in session.get_inputs()]
     for tokens in made.lengths():

@@ -1,11 +1,8 @@
 """A small plugin with one suite, installed by writing its files."""
 
-from __future__ import annotations
-
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 
@@ -105,7 +102,7 @@ def run(cell, progress):
 
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def fake(tmp_path, monkeypatch):
     """Installs the plugin for this process and its children; the folder to work in."""
     site = tmp_path / "site"
     files = {
@@ -139,7 +136,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+def wide(monkeypatch):
     """Keep what the commands print in one line each, whatever COLUMNS was when the console was made."""
     monkeypatch.setenv("COLUMNS", "240")
     monkeypatch.setattr(cli.console, "width", 240)
@@ -163,13 +160,13 @@ def _run(runner: Runner, cells: Sequence[Cell]) -> Outcome:
 
 
 @pytest.fixture
-def run_inside() -> Callable[[Runner, Sequence[Cell]], Outcome]:
+def run_inside():
     """Return what takes the place of `Runner.run` in `inside`, so that a part of a test can do without processes."""
     return _run
 
 
 @pytest.fixture
-def inside(fake: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def inside(fake, monkeypatch):
     """As `fake`, with cells that run in this process, for tests in which a process each is not the point."""
     monkeypatch.setattr(Runner, "run", _run)
     return fake

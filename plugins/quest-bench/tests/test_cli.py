@@ -1,7 +1,5 @@
 """What the command line says: lists, help and errors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -28,9 +26,7 @@ from quest_bench.cli import app_main
         (["report", "."], [". holds no results"]),
     ],
 )
-def test_errors_are_one_red_line(
-    fake: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
-) -> None:
+def test_errors_are_one_red_line(fake, capfd, arguments, words):
     assert app_main(arguments) == 2
     error = capfd.readouterr().err
     assert error.startswith("error: ")
@@ -40,20 +36,18 @@ def test_errors_are_one_red_line(
     assert not Path("runs").exists()
 
 
-def test_wrong_usage_is_2(fake: Path) -> None:
+def test_wrong_usage_is_2(fake):
     assert app_main(["run"]) == 2
     assert app_main(["rum"]) == 2
 
 
-def test_help_teaches(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_help_teaches(fake, capfd):
     assert app_main(["run", "--help"]) == 0
     shown = capfd.readouterr().out
     assert "--attention standard,quest --seeds 0-4" in shown
 
 
-def test_ls_shows_suites_and_broken_plugins(
-    fake: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ls_shows_suites_and_broken_plugins(fake, capfd, monkeypatch):
     monkeypatch.setattr(cli.console, "width", 80)
     assert app_main(["ls"]) == 0
     shown = capfd.readouterr().out

@@ -1,13 +1,9 @@
 """The page of a report in a real browser: it draws, sorts and reads on a phone, and stays small."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +18,7 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not 
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser():
     installed = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     with sync_api.sync_playwright() as playwright:
         own = Path(playwright.chromium.executable_path)
@@ -58,12 +54,12 @@ CUT_OFF = """() => [...document.querySelectorAll("td")].filter(cell => cell.getB
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1200])
-def test_the_page_in_a_browser(fake: Path, browser: Any, width: int, scheme: str) -> None:
+def test_the_page_in_a_browser(fake, browser, width, scheme):
     scores = {"standard": [50.0, 52.0, 54.0], "quest": [55.0, 57.5, 58.5], "qnorm": [50.0, math.nan, 49.0]}
     write_results(Path("out"), ["scale=1,2"], scores)
     text = write_report(Path("out"), "standard").resolve()
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    problems: list[str] = []
+    problems = []
     page.on("console", lambda message: problems.append(message.text) if message.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("request", lambda r: problems.append(r.url) if not r.url.startswith(("file:", "blob:", "data:")) else None)
@@ -93,13 +89,13 @@ def test_the_page_in_a_browser(fake: Path, browser: Any, width: int, scheme: str
 
 
 @pytest.mark.slow
-def test_500_cells_with_10000_points_are_below_a_megabyte(fake: Path) -> None:
+def test_500_cells_with_10000_points_are_below_a_megabyte(fake):
     """Curves and noise differ, so that nothing compresses for being alike."""
     draw = np.random.default_rng(0)
     suite = catalogue().suites["fake/suite"]
     settings = parse_settings(suite, ["scale=1,2,3,4,5,6"])
     plan = Plan(suite, {"one": None}, ["standard", "quest", "qnorm", "qknorm"], range(21), settings)
-    facts: dict[str, Any] = {"details": {}, "seconds": 2.0, "machine": worker.machine()}
+    facts = {"details": {}, "seconds": 2.0, "machine": worker.machine()}
     cells = []
     for cell in plan.cells(Path("out")):
         loss = 1 / (1 + np.arange(10_000) / draw.uniform(300, 900)) + draw.random(10_000) / 10

@@ -1,7 +1,5 @@
 """What a command line means: suites, attentions, seeds, sweeps, cells; and what it says when it is wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -15,7 +13,6 @@ from quest_bench import worker
 from quest_bench.data import fingerprint
 from quest_bench.plan import (
     Plan,
-    Suite,
     catalogue,
     cell_id,
     parse_attentions,
@@ -31,11 +28,11 @@ from quest_core.errors import ConfigError, PluginError
 
 
 @pytest.fixture
-def suite(fake: Path) -> Suite:
+def suite(fake):
     return catalogue().suites["fake/suite"]
 
 
-def test_lists_split_outside_brackets_and_quotes() -> None:
+def test_lists_split_outside_brackets_and_quotes():
     assert split_list('standard, quest+gqa(kv_heads=4, b=2),"a,b",[1,2],') == [
         "standard",
         "quest+gqa(kv_heads=4, b=2)",
@@ -44,11 +41,11 @@ def test_lists_split_outside_brackets_and_quotes() -> None:
     ]
 
 
-def test_attentions_are_canonical_and_unique() -> None:
+def test_attentions_are_canonical_and_unique():
     assert parse_attentions("standard,quest,{'name': 'quest'},quest+softmax".replace("'", '"')) == ["standard", "quest"]
 
 
-def test_every_wrong_attention_is_in_one_message() -> None:
+def test_every_wrong_attention_is_in_one_message():
     with pytest.raises(ConfigError, match=r"'qest'.*did you mean 'quest'.*'standrad'.*did you mean 'standard'"):
         parse_attentions("qest,quest,standrad")
     with pytest.raises(ConfigError, match="empty"):
@@ -56,18 +53,18 @@ def test_every_wrong_attention_is_in_one_message() -> None:
 
 
 @pytest.mark.parametrize(("text", "seeds"), [("0-4", [0, 1, 2, 3, 4]), ("3", [3]), ("0-2, 7,1", [0, 1, 2, 7])])
-def test_seeds(text: str, seeds: list[int]) -> None:
+def test_seeds(text, seeds):
     assert parse_seeds(text) == seeds
     assert parse_seeds(write_seeds(seeds)) == sorted(seeds)
 
 
 @pytest.mark.parametrize("text", ["", "a", "4-1", "0..3", "-1", "1.5"])
-def test_bad_seeds(text: str) -> None:
+def test_bad_seeds(text):
     with pytest.raises(ConfigError, match="--seeds is"):
         parse_seeds(text)
 
 
-def test_settings_fill_defaults_and_sweep(suite: Suite) -> None:
+def test_settings_fill_defaults_and_sweep(suite):
     assert parse_settings(suite, []) == {"mode": ["ok"], "scale": [1.0], "steps": [3], "fast": [False]}
     whole = replace(suite, options={**suite.options, "scale": {**suite.options["scale"], "default": 1}})
     assert [type(x) for x in parse_settings(whole, ["scale=1.0,2"])["scale"]] == [int, float]  # as the default's cell
@@ -89,17 +86,17 @@ def test_settings_fill_defaults_and_sweep(suite: Suite) -> None:
         ("steps=", "whole number"),
     ],
 )
-def test_bad_settings(suite: Suite, setting: str, message: str) -> None:
+def test_bad_settings(suite, setting, message):
     with pytest.raises(ConfigError, match=message):
         parse_settings(suite, [setting])
 
 
-def test_all_bad_settings_are_told_at_once(suite: Suite) -> None:
+def test_all_bad_settings_are_told_at_once(suite):
     with pytest.raises(ConfigError, match=r"'a'.*'steps' is 'x'.*fast is given twice"):
         parse_settings(suite, ["a=1", "steps=x", "fast=true", "fast=false"])
 
 
-def test_select(fake: Path) -> None:
+def test_select(fake):
     found = catalogue()
     assert list(select(found, "fake/suite")[1]) == ["one", "two"]
     assert select(found, "fake/suite/two")[1] == {"two": None}
@@ -108,7 +105,7 @@ def test_select(fake: Path) -> None:
         select(found, "fake/siute/one")
 
 
-def test_the_tasks_are_those_of_the_data_folder(fake: Path) -> None:
+def test_the_tasks_are_those_of_the_data_folder(fake):
     found = catalogue()
     folder = fake / "data"
     folder.mkdir()
@@ -136,7 +133,7 @@ def test_the_tasks_are_those_of_the_data_folder(fake: Path) -> None:
         select(found, "fake/suite", folder)
 
 
-def test_a_fingerprint_is_of_the_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fingerprint_is_of_the_content(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("a", "b"):
         (tmp_path / name / "sub").mkdir(parents=True)
@@ -159,7 +156,7 @@ def test_a_fingerprint_is_of_the_content(tmp_path: Path, monkeypatch: pytest.Mon
     assert first != fingerprint(tmp_path / "a")
 
 
-def test_suites_that_cannot_be_read_break_only_their_plugin(fake: Path) -> None:
+def test_suites_that_cannot_be_read_break_only_their_plugin(fake):
     (fake.parent / "site" / "fakebench" / "suites.py").write_text("raise ImportError('no luck')")
     found = catalogue()
     assert "fake/suite" not in found.suites
@@ -168,7 +165,7 @@ def test_suites_that_cannot_be_read_break_only_their_plugin(fake: Path) -> None:
         select(found, "fake/suite")
 
 
-def test_python_of_a_plugin(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_of_a_plugin(fake, monkeypatch):
     with pytest.raises(ConfigError, match="PLUGIN=PATH"):
         catalogue(["python"])
     monkeypatch.setenv("QUEST_PYTHON_FAKE", "/elsewhere/python")
@@ -176,7 +173,7 @@ def test_python_of_a_plugin(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None
         catalogue()
 
 
-def test_another_environments_plugins_are_asked_for(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_environments_plugins_are_asked_for(fake, monkeypatch):
     """A plugin that only the other environment has: here, a script that prints what one printed."""
     records = json.dumps([record for record in worker.describe() if record["name"] == "fake"])
     python = fake / "python"
@@ -193,7 +190,7 @@ def test_another_environments_plugins_are_asked_for(fake: Path, monkeypatch: pyt
         catalogue([f"fak={python}"])
 
 
-def test_cells_are_the_grid_and_their_folders_are_stable(suite: Suite) -> None:
+def test_cells_are_the_grid_and_their_folders_are_stable(suite):
     settings = parse_settings(suite, ["scale=1,2"])
     plan = Plan(suite, {"one": None, "two": None}, ["standard", "quest+gqa(kv_heads=1)"], [0, 1], settings)
     cells = plan.cells(Path("out"))
@@ -205,7 +202,7 @@ def test_cells_are_the_grid_and_their_folders_are_stable(suite: Suite) -> None:
     assert not {c.workdir for c in smoke.cells(Path("out"))} & {c.workdir for c in cells}
 
 
-def test_reproduce_reads_back(suite: Suite) -> None:
+def test_reproduce_reads_back(suite):
     plan = Plan(
         suite, {"one": None}, ["quest+gqa(kv_heads=1)"], [0, 1, 5], parse_settings(suite, ["scale=null", "steps=4"])
     )

@@ -1,7 +1,5 @@
 """Whole commands: cells run in worker processes, resume, fail and are interrupted."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -28,12 +26,12 @@ from quest_bench.worker import _numbers, decode, encode, write_json
 from quest_core.registry import packages, temporary
 
 
-def results(out: Path) -> dict[str, float]:
+def results(out):
     """Folder -> the time its result was written, which shows what ran again."""
     return {path.parent.name: path.stat().st_mtime_ns for path in out.glob("cells/*/result.json")}
 
 
-def test_strict_json_keeps_numbers_that_json_lacks() -> None:
+def test_strict_json_keeps_numbers_that_json_lacks():
     import numpy as np
     import torch
 
@@ -49,7 +47,7 @@ def test_strict_json_keeps_numbers_that_json_lacks() -> None:
         encode({"x": [object()]})
 
 
-def test_metrics_and_series_are_real_numbers() -> None:
+def test_metrics_and_series_are_real_numbers():
     import numpy as np
     import torch
 
@@ -67,7 +65,7 @@ def test_metrics_and_series_are_real_numbers() -> None:
         _numbers("s", {}, {"m": 1.0})
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     path = tmp_path / "result.json"
     write_json(path, {"a": 1})
     with pytest.raises(TypeError):
@@ -76,13 +74,12 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
 
 
-def test_run_resume_and_extend(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_resume_and_extend(fake, capfd):
     command = ["run", "fake/suite/one", "--attention", "quest", "--out", "out", "--seeds"]
     assert app_main([*command, "0"]) == 0
     assert "1 cell: 1 task × 1 attention × 1 seed" in capfd.readouterr().out
     first = results(Path("out"))
     (cell,) = load_all(Path("out"))
-    assert cell.result is not None
     assert cell.result["metrics"] == {"score": 15.0, "limit": math.inf}
     assert cell.result["series"]["loss"][-1] == -math.inf
     assert cell.result["versions"]["fakebench"] == "1.2"
@@ -121,9 +118,7 @@ class Cubed(Score):
 
 
 @pytest.mark.slow
-def test_a_mechanism_of_another_distribution_is_measured_like_ours(
-    fake: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mechanism_of_another_distribution_is_measured_like_ours(fake, tmp_path, capfd):
     about = tmp_path / "site" / "quest_cubed-3.4.dist-info"
     about.mkdir()
     (tmp_path / "site" / "quest_cubed.py").write_text(SCORE)
@@ -134,14 +129,12 @@ def test_a_mechanism_of_another_distribution_is_measured_like_ours(
         toy = ["run", "toy/spurious", "--attention", "standard,cubed", "--seeds", "0", "--smoke", "--out", "out"]
         assert app_main(toy) == 0
     standard, cubed = sorted(load_all(Path("out")), key=lambda cell: cell.cell["attention"] == "cubed")
-    assert standard.result is not None
-    assert cubed.result is not None
     assert standard.result["series"] != cubed.result["series"]
     assert "quest-cubed" not in standard.result["versions"]
     assert cubed.result["versions"]["quest-cubed"] == "3.4"
 
 
-def test_the_example_of_a_suite_runs_on_files(inside: Path, tmp_path: Path) -> None:
+def test_the_example_of_a_suite_runs_on_files(inside, tmp_path):
     example, about = Path(__file__).parents[3] / "examples" / "own_suite", tmp_path / "site" / "own_suite-0.1.dist-info"
     shutil.copytree(example / "own_suite", tmp_path / "site" / "own_suite")
     about.mkdir()
@@ -161,7 +154,7 @@ def test_the_example_of_a_suite_runs_on_files(inside: Path, tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["quest_power/__init__.py", "quest_power/later.py", "quest_power.py"])
-def test_a_changed_mechanism_of_a_checkout_is_another_commit(fake: Path, tmp_path: Path, file: str) -> None:
+def test_a_changed_mechanism_of_a_checkout_is_another_commit(fake, tmp_path, file):
     """Also if the change is in a file that git does not know yet."""
     site = tmp_path / "site"
     begun = site / (file if file.endswith("power.py") else "quest_power/__init__.py")
@@ -191,7 +184,6 @@ def test_a_changed_mechanism_of_a_checkout_is_another_commit(fake: Path, tmp_pat
         command = ["run", "fake/suite/one", "--attention", "cubed", "--out", "out", "--seeds"]
         assert app_main([*command, "0"]) == 0
         (one,) = load_all(Path("out"))
-        assert one.result is not None
         assert one.result["commits"]["quest-power"] == now
         (site / file).write_text(SCORE)
         assert app_main([*command, "0-1"]) == 0
@@ -202,7 +194,7 @@ def test_a_changed_mechanism_of_a_checkout_is_another_commit(fake: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_terminal_sees_bars(fake: Path) -> None:
+def test_a_terminal_sees_bars(fake):
     command = [sys.executable, "-m", "quest_bench.cli", "run", "fake/suite/one", "--attention", "standard"]
     environment = {**os.environ, "FORCE_COLOR": "1"}  # rich then takes the pipe for a terminal
     done = subprocess.run([*command, "--seeds", "0", "--out", "out"], capture_output=True, text=True, env=environment)
@@ -211,9 +203,7 @@ def test_a_terminal_sees_bars(fake: Path) -> None:
     assert "1 of 1" in done.stdout
 
 
-def test_other_option_values_in_the_same_folder_are_refused_but_sweeps_grow(
-    inside: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_other_option_values_in_the_same_folder_are_refused_but_sweeps_grow(inside, capfd):
     command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--out", "out"]
     assert app_main(command) == 0
     capfd.readouterr()
@@ -228,7 +218,7 @@ def test_other_option_values_in_the_same_folder_are_refused_but_sweeps_grow(
     assert app_main([*command, "--set", "steps=5"]) == 0
 
 
-def test_failed_cells_are_shown_and_tried_again(inside: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_failed_cells_are_shown_and_tried_again(inside, capfd):
     command = shlex.split("run fake/suite/one --attention standard --seeds 0-1 --set mode=flaky --out out")
     assert app_main(command) == 1
     shown = capfd.readouterr().out
@@ -242,7 +232,7 @@ def test_failed_cells_are_shown_and_tried_again(inside: Path, capfd: pytest.Capt
     assert all(c.state == "done" for c in load_all(Path("out")))
 
 
-def test_a_worker_that_dies_is_a_failed_cell(fake: Path) -> None:
+def test_a_worker_that_dies_is_a_failed_cell(fake):
     command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--set", "mode=die"]
     assert app_main([*command, "--out", "out"]) == 1
     (cell,) = load_all(Path("out"))
@@ -250,7 +240,7 @@ def test_a_worker_that_dies_is_a_failed_cell(fake: Path) -> None:
     assert results(Path("out")) == {}
 
 
-def test_a_cell_that_returns_no_number_has_failed(inside: Path) -> None:
+def test_a_cell_that_returns_no_number_has_failed(inside):
     command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--set", "mode=nothing,text"]
     assert app_main([*command, "--out", "out"]) == 1
     errors = {c.cell["options"]["mode"]: c.error for c in load_all(Path("out"))}
@@ -261,7 +251,7 @@ def test_a_cell_that_returns_no_number_has_failed(inside: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL])
-def test_stopping_leaves_no_half_result_and_no_worker(fake: Path, stop: signal.Signals) -> None:
+def test_stopping_leaves_no_half_result_and_no_worker(fake, stop):
     # A shell that starts its jobs in the background lets them ignore SIGINT, and what they start inherits that.
     code = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     code += "; runpy.run_module('quest_bench.cli', run_name='__main__', alter_sys=True)"
@@ -286,11 +276,11 @@ def test_stopping_leaves_no_half_result_and_no_worker(fake: Path, stop: signal.S
     assert app_main(["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--out", "out"]) == 0
 
 
-def _pids() -> list[int]:
+def _pids():
     return [int(path.read_text() or 0) for path in Path("out").glob("cells/*/work/pid")]
 
 
-def _alive(pid: int) -> bool:
+def _alive(pid):
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -299,21 +289,21 @@ def _alive(pid: int) -> bool:
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def _until(condition: object, seconds: float = 60) -> None:
+def _until(condition, seconds=60):
     end = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.1)
 
 
 @pytest.mark.slow
-def test_two_orchestrators_with_random_kills_finish_every_cell_once(fake: Path) -> None:
+def test_two_orchestrators_with_random_kills_finish_every_cell_once(fake):
     """Orchestrators, workers and cells are killed at random and started again; no file is torn, no cell is lost."""
     command = [sys.executable, "-m", "quest_bench.cli", "run", "fake/suite", "--attention", "standard,quest"]
     command += ["--seeds", "0-5", "--set", "mode=slow", "--jobs", "2", "--out", "out"]
     environment = {**os.environ, "COUNT_RUNS": str(fake / "count.txt")}
 
-    def start() -> subprocess.Popen[bytes]:
+    def start():
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
 
     running = [start(), start()]
@@ -340,9 +330,9 @@ def test_two_orchestrators_with_random_kills_finish_every_cell_once(fake: Path) 
     decode(Path("out/run.json").read_text())
 
 
-def _tree(root: int) -> list[int]:
+def _tree(root):
     """A process and its descendants, also those in sessions of their own."""
-    parents: dict[int, int] = {}
+    parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             pid, rest = int(path.parent.name), path.read_text().rpartition(")")[2].split()
@@ -354,7 +344,7 @@ def _tree(root: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_sigterm_ends_a_run_with_the_command_that_resumes(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_sigterm_ends_a_run_with_the_command_that_resumes(fake, capfd):
     command = [sys.executable, "-m", "quest_bench.cli", "run", "fake/suite/one", "--attention", "standard"]
     command += ["--seeds", "0", "--set", "mode=hang", "--out", "out"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -369,9 +359,7 @@ def test_sigterm_ends_a_run_with_the_command_that_resumes(fake: Path, capfd: pyt
     assert "0 done, 0 running, 0 failed, 1 unfinished" in capfd.readouterr().out
 
 
-def test_the_command_that_resumes_names_the_same_folder(
-    fake: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_that_resumes_names_the_same_folder(fake, monkeypatch, capfd):
     """A shell leaves a quoted ~ as it is, so the printed command has the real path and the recorded one is expanded."""
     monkeypatch.setenv("HOME", str(fake))
     monkeypatch.setattr(Runner, "run", lambda *_: Outcome(stopped=signal.SIGTERM))
@@ -389,7 +377,7 @@ def test_the_command_that_resumes_names_the_same_folder(
     assert portable([f"--python=tsai={fake}/python", f"{fake}/a=b"]) == "'--python=tsai=~/python' '~/a=b'"
 
 
-def test_names_of_any_script_and_length_are_cells(inside: Path) -> None:
+def test_names_of_any_script_and_length_are_cells(inside):
     (inside / "data").mkdir()
     name = "日本語の学習データ" * 8
     (inside / "data" / f"{name}.txt").write_text("3")
@@ -400,7 +388,7 @@ def test_names_of_any_script_and_length_are_cells(inside: Path) -> None:
     assert name in Path("out/report.md").read_text()
 
 
-def test_a_hung_cell_times_out(fake: Path) -> None:
+def test_a_hung_cell_times_out(fake):
     """The time counts from the start of its process, so that an import may hang too."""
     command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0-1", "--set", "mode=hang"]
     assert app_main([*command, "--timeout", "1", "--out", "out"]) == 1
@@ -409,14 +397,14 @@ def test_a_hung_cell_times_out(fake: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_good_cell_finishes_beside_a_hung_one(fake: Path) -> None:
+def test_a_good_cell_finishes_beside_a_hung_one(fake):
     command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--set", "mode=hang,ok"]
     assert app_main([*command, "--jobs", "2", "--timeout", "30", "--out", "out"]) == 1
     states = {cell.cell["options"]["mode"]: (cell.state, cell.error) for cell in load_all(Path("out"))}
     assert states == {"hang": ("failed", "timed out after 30 s (--timeout)\n"), "ok": ("done", None)}
 
 
-def test_a_cell_that_continues_has_no_seconds(inside: Path) -> None:
+def test_a_cell_that_continues_has_no_seconds(inside):
     """Those of its last part would pass for a fast cell."""
     command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0-1", "--set", "mode=flaky"]
     assert app_main([*command, "--out", "out"]) == 1
@@ -428,9 +416,7 @@ def test_a_cell_that_continues_has_no_seconds(inside: Path) -> None:
     assert app_main(["compare", "out", "out"]) == 0
 
 
-def test_a_torn_file_is_named_and_runs_again_once_it_is_deleted(
-    inside: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_torn_file_is_named_and_runs_again_once_it_is_deleted(inside, capfd):
     command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0-1", "--out", "out"]
     assert app_main(command) == 0
     torn = next(Path("out").glob("cells/*/result.json"))
@@ -463,9 +449,7 @@ def test_a_torn_file_is_named_and_runs_again_once_it_is_deleted(
     assert capfd.readouterr().err.startswith("error: out/results.parquet cannot be read")
 
 
-def test_a_cell_that_another_command_runs_is_left_to_it(
-    fake: Path, run_inside: object, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cell_that_another_command_runs_is_left_to_it(fake, run_inside, monkeypatch, capfd):
     command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0-1", "--out", "out"]
     with monkeypatch.context() as patch:
         patch.setattr(Runner, "run", run_inside)
@@ -489,10 +473,8 @@ def test_a_cell_that_another_command_runs_is_left_to_it(
         (errno.EROFS, "Read-only file system; choose a writable folder"),
     ],
 )
-def test_a_disk_that_cannot_be_written_is_one_line_with_the_file(
-    fake: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], code: int, words: str
-) -> None:
-    def full(*_: object) -> None:
+def test_a_disk_that_cannot_be_written_is_one_line_with_the_file(fake, monkeypatch, capfd, code, words):
+    def full(*_):
         raise OSError(code, os.strerror(code))
 
     command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--out", "out"]
@@ -505,15 +487,13 @@ def test_a_disk_that_cannot_be_written_is_one_line_with_the_file(
     monkeypatch.chdir(fake)
 
 
-def test_a_report_on_a_full_disk_names_the_file_and_keeps_the_old_one(
-    inside: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_on_a_full_disk_names_the_file_and_keeps_the_old_one(inside, monkeypatch, capfd):
     assert app_main(["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--out", "out"]) == 0
     assert app_main(["report", "out"]) == 0
     before = {path: path.read_bytes() for path in Path("out").glob("**/*") if path.is_file()}
     capfd.readouterr()
 
-    def full(*_: object) -> None:
+    def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
@@ -527,7 +507,7 @@ def test_a_report_on_a_full_disk_names_the_file_and_keeps_the_old_one(
 
 
 @pytest.mark.slow
-def test_a_full_disk_in_a_worker_fails_the_cell_and_resumes(fake: Path) -> None:
+def test_a_full_disk_in_a_worker_fails_the_cell_and_resumes(fake):
     """Neither the result nor the log can be written, as on a disk that is full."""
     tasks = fake.parent / "site" / "fakebench" / "tasks.py"
     good = tasks.read_text()
@@ -542,7 +522,7 @@ def test_a_full_disk_in_a_worker_fails_the_cell_and_resumes(fake: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_cell_without_memory_says_so_and_resumes(fake: Path) -> None:
+def test_a_cell_without_memory_says_so_and_resumes(fake):
     tasks = fake.parent / "site" / "fakebench" / "tasks.py"
     command = shlex.split("run fake/suite/one --attention standard --seeds 0 --set mode=memory --out out")
     assert app_main(command) == 1
@@ -552,7 +532,7 @@ def test_a_cell_without_memory_says_so_and_resumes(fake: Path) -> None:
     assert app_main(command) == 0
 
 
-def test_a_cell_that_another_commit_began_starts_again(inside: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_cell_that_another_commit_began_starts_again(inside, capfd):
     command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--set", "mode=flaky,fail"]
     assert app_main([*command, "--out", "out"]) == 1
     cell = next(path.parent for path in Path("out").glob("cells/*/error.txt"))
@@ -568,7 +548,7 @@ def test_a_cell_that_another_commit_began_starts_again(inside: Path, capfd: pyte
         assert "another commit or version began this cell" in capfd.readouterr().out
 
 
-def test_data_counts_by_its_content(inside: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_data_counts_by_its_content(inside, capfd):
     for name in ("a", "b"):
         (inside / name).mkdir()
         (inside / name / "three.txt").write_text("3")
@@ -581,7 +561,7 @@ def test_data_counts_by_its_content(inside: Path, capfd: pytest.CaptureFixture[s
     assert "out holds cells of task 'three' with data of content" in capfd.readouterr().err
 
 
-def test_merge_status_and_compare(inside: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_merge_status_and_compare(inside, capfd):
     command = ["run", "fake/suite/one", "--attention", "standard,quest"]
     assert app_main([*command, "--seeds", "0-1", "--out", "a"]) == 0
     assert app_main([*command, "--seeds", "1-2", "--out", "b"]) == 0
@@ -606,7 +586,7 @@ def test_merge_status_and_compare(inside: Path, capfd: pytest.CaptureFixture[str
     assert not Path("e/cells").exists()
 
 
-def test_merging_mixes_commits_visibly_and_leaves_no_half_cell(inside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merging_mixes_commits_visibly_and_leaves_no_half_cell(inside, monkeypatch):
     command = ["run", "fake/suite/one", "--seeds", "0-1", "--attention"]
     assert app_main([*command, "standard", "--out", "a"]) == 0
     assert app_main([*command, "quest", "--out", "b"]) == 0
@@ -634,7 +614,7 @@ def test_merging_mixes_commits_visibly_and_leaves_no_half_cell(inside: Path, mon
 
 
 @pytest.mark.slow
-def test_a_group_can_resume_what_one_of_it_began(fake: Path) -> None:
+def test_a_group_can_resume_what_one_of_it_began(fake):
     """The files of a cell are as open as the umask lets them be."""
     before = os.umask(0o002)
     try:
@@ -646,7 +626,7 @@ def test_a_group_can_resume_what_one_of_it_began(fake: Path) -> None:
     assert closed == []
 
 
-def test_a_crash_on_most_seeds_is_not_better(inside: Path) -> None:
+def test_a_crash_on_most_seeds_is_not_better(inside):
     command = ["run", "fake/suite/one", "--attention", "standard,quest", "--seeds", "0-7", "--set", "mode=crash"]
     assert app_main([*command, "--out", "out"]) == 1
     assert app_main(["report", "out"]) == 0
@@ -659,7 +639,7 @@ def test_a_crash_on_most_seeds_is_not_better(inside: Path) -> None:
     assert "- 5 failed: ValueError: seed … crashed" in text
 
 
-def test_kv_heads_are_checked_before_a_worker_starts(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_kv_heads_are_checked_before_a_worker_starts(fake, capfd):
     suites = fake.parent / "site" / "fakebench" / "suites.py"
     suites.write_text(suites.read_text().replace('"unit": "%",', '"unit": "%", "heads": 8,'))
     command = ["run", "fake/suite/one", "--out", "out", "--attention"]

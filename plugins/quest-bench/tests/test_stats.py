@@ -1,7 +1,5 @@
 """Means, intervals and comparisons against scipy, values by hand, and simulation."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -13,7 +11,7 @@ from quest_bench.stats import compare, correct, estimate, verdict
 NAN = math.nan
 
 
-def test_interval_equals_scipy() -> None:
+def test_interval_equals_scipy():
     values = [61.2, 58.9, 63.0, 60.4, 57.7]
     found = estimate(values)
     low, high = stats.t.interval(0.95, len(values) - 1, loc=sum(values) / 5, scale=stats.sem(values))
@@ -21,14 +19,14 @@ def test_interval_equals_scipy() -> None:
     assert (found.n, found.mean, found.minimum, found.maximum) == (5, pytest.approx(60.24), 57.7, 63.0)
 
 
-def test_one_finite_value_has_no_interval() -> None:
+def test_one_finite_value_has_no_interval():
     found = estimate([4.0, NAN, math.inf])
     assert (found.n, found.mean, found.has_interval) == (1, 4.0, False)
     assert math.isnan(found.low)
     assert estimate([NAN]).n == 0
 
 
-def test_paired_difference_equals_scipys_paired_test() -> None:
+def test_paired_difference_equals_scipys_paired_test():
     ours, base = {0: 5.0, 1: 7.0, 2: 6.5, 9: 100.0}, {0: 4.0, 1: 5.5, 2: 5.8, 3: -50.0}
     found = compare(ours, base, True)
     reference = stats.ttest_rel([5.0, 7.0, 6.5], [4.0, 5.5, 5.8])
@@ -51,12 +49,12 @@ def test_paired_difference_equals_scipys_paired_test() -> None:
         ([], True, "no seed in common with standard"),
     ],
 )
-def test_verdict(ours: list[float], higher: bool, words: str) -> None:
+def test_verdict(ours, higher, words):
     (found,) = correct([compare(dict(enumerate(ours)), dict.fromkeys(range(9), 0.0), higher)])
     assert verdict(found, "standard") == words
 
 
-def test_differences_that_are_equal_but_for_rounding_have_no_spread() -> None:
+def test_differences_that_are_equal_but_for_rounding_have_no_spread():
     """28, 27 and 29 of 30 against one less: a t-test would find p = 1e-30."""
     ours, base = ({seed: 100 * (right - less) / 30 for seed, right in enumerate((28, 27, 29))} for less in (0, 1))
     assert len({ours[seed] - base[seed] for seed in ours}) > 1
@@ -64,7 +62,7 @@ def test_differences_that_are_equal_but_for_rounding_have_no_spread() -> None:
     assert (found.test, found.p) == ("sign", 0.25)
 
 
-def test_seeds_that_are_equal_but_for_rounding_are_neither_won_nor_lost() -> None:
+def test_seeds_that_are_equal_but_for_rounding_are_neither_won_nor_lost():
     ours, base = ({seed: value} | {9: 50.0} for seed, value in ((0, 0.1 * 3), (0, 0.3)))
     found = compare(ours | {1: 41.0}, base | {1: 40.0}, True)
     assert (found.wins, found.losses, found.ties) == (1, 0, 2)
@@ -75,7 +73,7 @@ def test_seeds_that_are_equal_but_for_rounding_are_neither_won_nor_lost() -> Non
     assert verdict(found, "standard") == "equal to standard on every seed"
 
 
-def test_a_failed_seed_is_a_loss() -> None:
+def test_a_failed_seed_is_a_loss():
     """Eight seeds of which five crashed: the three survivors are better, the attention is not."""
     base = {seed: 50.0 + seed / 10 for seed in range(8)}
     ours = {seed: 60.0 + seed / 7 if seed < 3 else NAN for seed in range(8)}
@@ -94,7 +92,7 @@ def test_a_failed_seed_is_a_loss() -> None:
     assert verdict(found, "standard") == ("no seed differs from standard; 2 of 2 seeds failed; standard failed on 2")
 
 
-def test_holm_by_hand() -> None:
+def test_holm_by_hand():
     """The sorted p-values times 3, 2 and 1."""
     cases = [[1.0, 1.2, 0.7, 1.1], [0.2, 0.5, -0.1, 0.3], [-1.0, 1.1, 0.4, -0.6]]
     found = correct([compare(dict(enumerate(case)), dict.fromkeys(range(4), 0.0), True) for case in cases])
@@ -105,7 +103,7 @@ def test_holm_by_hand() -> None:
     assert {one.family for one in found} == {3}
 
 
-def test_the_detectable_difference_is_found_with_a_power_of_80_percent() -> None:
+def test_the_detectable_difference_is_found_with_a_power_of_80_percent():
     rng = np.random.default_rng(0)
     values = rng.normal(0, 1, 6)
     values = (values - values.mean()) / values.std(ddof=1)

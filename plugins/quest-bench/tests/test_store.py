@@ -1,11 +1,8 @@
 """The table of a run's folder holds what its cells hold."""
 
-from __future__ import annotations
-
 import dataclasses
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,7 +22,7 @@ MAPPINGS = st.dictionaries(NAMES, VALUES, max_size=2)
 
 
 @st.composite
-def stored(draw: Any) -> Stored:
+def stored(draw):
     """A cell of any suite: done, failed or unfinished."""
     cell = {key: draw(NAMES) for key in ("suite", "task", "attention")}
     cell |= {"seed": draw(st.integers(0, 2**40)), "smoke": draw(st.booleans()), "data": draw(st.none() | NAMES)}
@@ -42,7 +39,7 @@ def stored(draw: Any) -> Stored:
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(stored(), max_size=3))
-def test_what_is_written_is_read(cells: list[Stored]) -> None:
+def test_what_is_written_is_read(cells):
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         store.write_table(cells, out / "results.parquet")
@@ -50,9 +47,9 @@ def test_what_is_written_is_read(cells: list[Stored]) -> None:
         assert repr(list(map(_sorted, store.load_all(out)))) == repr(list(map(_sorted, wanted)))  # NaN equals NaN
 
 
-def _sorted(one: Stored) -> Stored:
+def _sorted(one):
     """The same with sorted keys, and with the numbers of metrics and series as floats."""
-    result: Any = one.result
+    result = one.result
     if result is not None:
         numbers = {key: float(value) for key, value in result["metrics"].items()}
         series = {key: list(map(float, values)) for key, values in result["series"].items()}
@@ -61,11 +58,11 @@ def _sorted(one: Stored) -> Stored:
     return dataclasses.replace(one, cell=_by_key(one.cell), result=_by_key(result), error=one.error)
 
 
-def _by_key(value: Any) -> Any:
+def _by_key(value):
     return {key: _by_key(value[key]) for key in sorted(value)} if isinstance(value, dict) else value
 
 
-def test_a_table_of_mixed_cells_compares_with_their_folder(fake: Path) -> None:
+def test_a_table_of_mixed_cells_compares_with_their_folder(fake):
     """Cells with and without data, failed ones, and a metric that only one task has."""
     suite = catalogue().suites["fake/suite"]
     for task, data in (("one", None), ("two", "a1b2")):

@@ -1,55 +1,42 @@
 """What quest_suites.contract gives to suites: states that survive a kill, a framework's own trainer, paired times."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from quest_core.errors import PluginError
-from quest_suites.contract import (
-    STATE,
-    Cell,
-    Trained,
-    load_state,
-    over_rates,
-    own_trainer,
-    save_state,
-    width_of_range,
-)
+from quest_suites.contract import STATE, Cell, Trained, load_state, over_rates, own_trainer, save_state, width_of_range
 from quest_suites.timing import beside_stock
 
 
 @pytest.fixture
-def cell(tmp_path: Path) -> Cell:
+def cell(tmp_path):
     return Cell("a/b", "task", "quest", 0, False, None, {"epochs": 3}, tmp_path)
 
 
-def test_a_state_comes_back_with_the_random_generators(cell: Cell) -> None:
+def test_a_state_comes_back_with_the_random_generators(cell):
     assert load_state(cell) is None
     save_state(cell, {"losses": [1.0], "weights": torch.ones(2)})
     drawn = random.random(), torch.rand(1)
     state = load_state(cell)
-    assert state is not None
     assert (state["losses"], state["weights"].tolist()) == ([1.0], [1.0, 1.0])
     assert (random.random(), torch.rand(1)) == drawn
     assert [path.name for path in cell.workdir.iterdir()] == [STATE]
 
 
 @pytest.mark.parametrize("change", [{"attention": "standard"}, {"seed": 1}, {"options": {"epochs": 4}}])
-def test_the_state_of_another_cell_is_left_alone(cell: Cell, change: dict) -> None:
+def test_the_state_of_another_cell_is_left_alone(cell, change):
     save_state(cell, {})
     assert load_state(replace(cell, **change)) is None
 
 
 @pytest.mark.parametrize("left", [0, 10, -10])
-def test_a_torn_state_starts_the_cell_again(cell: Cell, capsys: pytest.CaptureFixture[str], left: int) -> None:
+def test_a_torn_state_starts_the_cell_again(cell, capsys, left):
     save_state(cell, {"losses": [1.0]})
     path = cell.workdir / STATE
     path.write_bytes(path.read_bytes()[:left])
@@ -57,7 +44,7 @@ def test_a_torn_state_starts_the_cell_again(cell: Cell, capsys: pytest.CaptureFi
     assert f"{path} cannot be read" in capsys.readouterr().out
 
 
-def test_a_trainer_is_read_line_by_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_trainer_is_read_line_by_line(tmp_path, capfd):
     code = "import os; print('a'); print(os.environ['WORD'], os.getcwd())"
     lines = list(own_trainer("it", [sys.executable, "-c", code], folder=tmp_path, environment={"WORD": "b"}))
     assert lines == ["a\n", f"b {tmp_path}\n"]
@@ -66,27 +53,27 @@ def test_a_trainer_is_read_line_by_line(tmp_path: Path, capfd: pytest.CaptureFix
         list(own_trainer("it", [sys.executable, "-c", "raise SystemExit(3)"], folder=tmp_path))
 
 
-def test_a_trainer_ends_with_its_reader(tmp_path: Path) -> None:
+def test_a_trainer_ends_with_its_reader(tmp_path):
     lines = own_trainer("it", [sys.executable, "-c", "import time; print(1); time.sleep(600)"], folder=tmp_path)
     started = time.monotonic()
     assert next(lines) == "1\n"
-    lines.close()  # type: ignore[attr-defined]
+    lines.close()
     assert time.monotonic() - started < 60
 
 
-def burn(count: int) -> None:
+def burn(count):
     sum(range(count))
 
 
-def test_steps_take_turns() -> None:
-    reported: list[float] = []
-    calls: list[str] = []
+def test_steps_take_turns():
+    reported = []
+    calls = []
 
-    def step(name: str, count: int) -> None:
+    def step(name, count):
         calls.append(name)
         burn(count)
 
-    def progress(fraction: float, text: str) -> None:
+    def progress(fraction, text):
         reported.append(fraction)
 
     found = beside_stock(
@@ -99,7 +86,7 @@ def test_steps_take_turns() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="memory of a GPU is its allocator's")
-def test_memory_is_the_rise_of_the_peak() -> None:
+def test_memory_is_the_rise_of_the_peak():
     """In a process of its own: one that has freed memory, as other tests do, may take it again without a rise."""
     code = (
         "import torch; from quest_suites.timing import peak_mib; kept = []; "
@@ -111,15 +98,15 @@ def test_memory_is_the_rise_of_the_peak() -> None:
     assert kept == "0"  # it is the child that kept them
 
 
-def test_a_rate_that_diverges_stays_among_the_rates() -> None:
+def test_a_rate_that_diverges_stays_among_the_rates():
     found = {
         0.1: Trained(70.0, 60.0, {"train_loss": [2.0, 1.0]}),
         1.0: Trained(69.5, 61.0, {"train_loss": [2.5]}),
         10.0: Trained(10.0, 10.0, {"train_loss": []}, diverged=True),
     }
-    shares: list[float] = []
+    shares = []
 
-    def train(rate: float, name: str, progress) -> Trained:
+    def train(rate, name, progress):
         progress(0.5, name)
         return {**found, 0.1 * 10**0.5: found[0.1], 10**0.5: found[1.0]}[rate]
 
@@ -144,5 +131,5 @@ def test_a_rate_that_diverges_stays_among_the_rates() -> None:
     ("scores", "decades"),
     [([70, 69.5, 69.2, 40], 1.5), ([50, 70, 60, 69.9], 0.5), ([10, 69, 70], 1.0), ([10, 10], 1.0)],
 )
-def test_the_range_is_of_neighbours_within_a_point(scores: list[float], decades: float) -> None:
+def test_the_range_is_of_neighbours_within_a_point(scores, decades):
     assert width_of_range(scores) == decades

@@ -1,7 +1,5 @@
 """A tiny corpus, fairseq's command-line tools in this process, and models built without a task's files."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import functools
@@ -64,7 +62,7 @@ class Tools:
 
 
 @pytest.fixture
-def tools(monkeypatch, caplog, capsys) -> Tools:
+def tools(monkeypatch, caplog, capsys):
     return Tools(monkeypatch, caplog, capsys)
 
 
@@ -80,7 +78,7 @@ def write_text(folder: Path, suffix: str = "", seed: int = 0) -> None:
 
 
 @pytest.fixture(scope="session")
-def lm_data(tmp_path_factory) -> Path:
+def lm_data(tmp_path_factory):
     """What fairseq-preprocess makes of a tiny text."""
     folder = tmp_path_factory.mktemp("lm")
     write_text(folder)
@@ -89,7 +87,7 @@ def lm_data(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def mt_data(tmp_path_factory) -> Path:
+def mt_data(tmp_path_factory):
     """The same for translation: the target is the source backwards."""
     folder = tmp_path_factory.mktemp("mt")
     write_text(folder, ".aa")
@@ -122,7 +120,7 @@ def _compose_once():
 
     compared = set()
 
-    def once(name: str, overrides: list[str], strict: bool) -> Any:
+    def once(name, overrides, strict):
         groups = tuple(given for given in overrides if "." not in given.partition("=")[0])
         cfg = copy.deepcopy(composed(groups))
         ConfigLoaderImpl._apply_overrides_to_config(

@@ -1,15 +1,12 @@
 """`--attention` on every architecture of fairseq that has attention, by its command line and its own forward pass."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from conftest import USER_DIR, Tools, dictionary, options
+from conftest import USER_DIR, dictionary, options
 from fairseq.models import ARCH_MODEL_INV_REGISTRY, MODEL_REGISTRY, build_model
 from fairseq.tasks.hubert_pretraining import HubertPretrainingConfig
 from torch import Tensor
@@ -36,11 +33,7 @@ ARCHITECTURES: dict[str, tuple[list[str], tuple[Any, ...], int]] = {
     "lightconv": ([*ENCODER, *DECODER, "--encoder-kernel-size-list", "[3,3]", *KERNELS], (TOKENS, LENGTHS, TOKENS), 2),
     "wav2vec2": (SPEECH, (SOUND, None, False), 2),
     "hubert": (SPEECH, (SOUND, None, None, False, True), 2),
-    "s2t_transformer": (
-        [*ENCODER, *DECODER, "--conv-channels", "16"],
-        (FRAMES, torch.tensor([24, 20]), TOKENS),
-        6,
-    ),
+    "s2t_transformer": ([*ENCODER, *DECODER, "--conv-channels", "16"], (FRAMES, torch.tensor([24, 20]), TOKENS), 6),
     "s2t_conformer": (
         [*ENCODER, *DECODER, "--conv-channels", "16", "--attn-type", "None"],
         (FRAMES, torch.tensor([24, 20]), TOKENS),
@@ -50,7 +43,7 @@ ARCHITECTURES: dict[str, tuple[list[str], tuple[Any, ...], int]] = {
 """Model -> options, inputs, modules of attention."""
 
 
-def make(arch: str, *arguments: str) -> Any:
+def make(arch, *arguments):
     args = options(arch, *arguments)
     vars(args).update(input_feat_per_channel=8, input_channels=1, required_seq_len_multiple=1, label_rate=50)
     words = dictionary()
@@ -60,7 +53,7 @@ def make(arch: str, *arguments: str) -> Any:
     return build_model(args, task).eval()
 
 
-def call(model: Any, inputs: tuple[Any, ...]) -> Tensor:
+def call(model, inputs):
     with torch.no_grad():
         torch.manual_seed(1)
         out = model(*inputs)
@@ -70,7 +63,7 @@ def call(model: Any, inputs: tuple[Any, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_attention_on_the_command_line_of_every_architecture(name: str) -> None:
+def test_attention_on_the_command_line_of_every_architecture(name):
     arguments, inputs, sites = ARCHITECTURES[name]
     stock, standard, quest = (
         make(f"{prefix}{name}", *arguments, *extra)
@@ -84,7 +77,7 @@ def test_attention_on_the_command_line_of_every_architecture(name: str) -> None:
         stock.load_state_dict(quest.state_dict())
 
 
-def test_every_model_and_preset_of_fairseq_has_a_twin() -> None:
+def test_every_model_and_preset_of_fairseq_has_a_twin():
     for stock, kind in MODEL_REGISTRY.items():
         if kind.__module__.startswith("fairseq.models."):
             ours = ARCH_MODEL_INV_REGISTRY.get(f"quest_{stock}", [])
@@ -101,9 +94,7 @@ def test_every_model_and_preset_of_fairseq_has_a_twin() -> None:
         ("bart_base", "denoising --mask 0.3 --mask-length span-poisson --replace-length 1 --tokens-per-sample 24"),
     ],
 )
-def test_masked_and_denoising_language_models_train(
-    arch: str, task: str, tools: Tools, lm_data: Path, tmp_path: Path
-) -> None:
+def test_masked_and_denoising_language_models_train(arch, task, tools, lm_data, tmp_path):
     shape = [*ENCODER, *DECODER] if "bart" in arch else ENCODER
     given = [
         lm_data,
@@ -126,7 +117,7 @@ def test_masked_and_denoising_language_models_train(
 # --- an attention for each part -------------------------------------------------------------------------------------
 
 
-def parts(model: Any) -> dict[str, str]:
+def parts(model):
     """Attention of each part."""
     paths = {
         "encoder": "encoder.layers.1.self_attn",
@@ -136,7 +127,7 @@ def parts(model: Any) -> dict[str, str]:
     return {part: str(model.get_submodule(path).mechanism.config) for part, path in paths.items()}
 
 
-def test_each_part_takes_an_attention_of_its_own() -> None:
+def test_each_part_takes_an_attention_of_its_own():
     mt = [*ENCODER, *DECODER]
     model = make("quest_transformer", *mt, "--attention-encoder", "sinkhorn", "--attention-cross", "quest+gqa(ratio=2)")
     assert parts(model) == {"encoder": "sinkhorn", "decoder": "quest", "cross": "quest+gqa(ratio=2)"}

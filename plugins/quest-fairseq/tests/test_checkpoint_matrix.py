@@ -1,12 +1,9 @@
 """Load checkpoints of another attention by every loader of fairseq; the table is in docs/checkpoints.md."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +11,6 @@ from conftest import SHAPE, USER_DIR
 from fairseq import checkpoint_utils, hub_utils, options, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
-from omegaconf import DictConfig
 
 from devtools import matrix
 from quest_fairseq.averaging import average
@@ -22,7 +18,7 @@ from quest_fairseq.averaging import average
 ARCH = "quest_transformer_lm"
 
 
-def arguments(kind: str, data: Path) -> list[str]:
+def arguments(kind, data):
     """What the command line says of a model; 'stock' is fairseq's own."""
     model = ["transformer_lm"] if kind == "stock" else [ARCH, "--attention", kind]
     given = ["--task", "language_modeling", "--tokens-per-sample", "24", "--store-ema", "--ema-decay", "0.9", "--cpu"]
@@ -30,24 +26,24 @@ def arguments(kind: str, data: Path) -> list[str]:
     return [str(data), *given, *SHAPE]
 
 
-def overrides(kind: str, data: Path) -> dict[str, Any]:
+def overrides(kind, data):
     """What `--model-overrides` and the keywords of `from_pretrained` say for a checkpoint to enter another model."""
     model = {"_name": "transformer_lm"} if kind == "stock" else {"_name": ARCH, "attention": kind}
     return {"data": str(data), "model": model}
 
 
 @functools.cache
-def configuration(kind: str, data: Path) -> DictConfig:
+def configuration(kind, data):
     args = options.parse_args_and_arch(options.get_training_parser(), arguments(kind, data))
     return convert_namespace_to_omegaconf(args)
 
 
-def build(kind: str, data: Path) -> Any:
+def build(kind, data):
     cfg = configuration(kind, data)
     return tasks.setup_task(cfg.task).build_model(cfg.model)
 
 
-def trainer(kind: str, data: Path, **options: Any) -> Trainer:
+def trainer(kind, data, **options):
     """A training by fairseq's own parts, as fairseq-train puts them together, with options about checkpoints."""
     cfg = copy.deepcopy(configuration(kind, data))
     for name, value in options.items():
@@ -58,7 +54,7 @@ def trainer(kind: str, data: Path, **options: Any) -> Trainer:
 
 
 @pytest.fixture(scope="module")
-def saved(lm_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(lm_data, tmp_path_factory):
     """A folder with a checkpoint of every kind, its moving average and the average of two."""
     folder = tmp_path_factory.mktemp("saved")
     for kind in ("stock", "quest"):
@@ -72,45 +68,45 @@ def saved(lm_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def resume(path: Path, kind: str, data: Path) -> None:
+def resume(path, kind, data):
     made = trainer(kind, data, restore_file=path)
     checkpoint_utils.load_checkpoint(made.cfg.checkpoint, made)
 
 
-def finetune(path: Path, kind: str, data: Path) -> None:
+def finetune(path, kind, data):
     made = trainer(kind, data, finetune_from_model=path, save_dir=path.parent / "none")
     checkpoint_utils.load_checkpoint(made.cfg.checkpoint, made)
 
 
-def seed(path: Path, kind: str, data: Path) -> None:
+def seed(path, kind, data):
     assert trainer(kind, data, ema_seed_model=path).ema
 
 
-def evaluate(path: Path, kind: str, data: Path) -> None:
+def evaluate(path, kind, data):
     checkpoint_utils.load_model_ensemble_and_task([str(path)], arg_overrides=overrides(kind, data))
 
 
-def averaged(path: Path, kind: str, data: Path) -> None:
+def averaged(path, kind, data):
     evaluate(path.with_name(f"{path.stem}-averaged.pt"), kind, data)
 
 
-def moving_average(path: Path, kind: str, data: Path) -> None:
+def moving_average(path, kind, data):
     evaluate(path.with_name(f"{path.stem}-ema.pt"), kind, data)
 
 
-def hub(path: Path, kind: str, data: Path) -> None:
+def hub(path, kind, data):
     hub_utils.from_pretrained(str(path.parent), path.name, str(data), **overrides(kind, data))
 
 
-def component(path: Path, kind: str, data: Path) -> None:
+def component(path, kind, data):
     checkpoint_utils.load_pretrained_component_from_model(build(kind, data).decoder, str(path))
 
 
-def state_dict(path: Path, kind: str, data: Path) -> None:
+def state_dict(path, kind, data):
     build(kind, data).load_state_dict(torch.load(path, weights_only=False)["model"])
 
 
-def state_dict_not_strict(path: Path, kind: str, data: Path) -> None:
+def state_dict_not_strict(path, kind, data):
     build(kind, data).load_state_dict(torch.load(path, weights_only=False)["model"], strict=False)
 
 
@@ -128,13 +124,13 @@ LOADERS: dict[str, Callable[[Path, str, Path], None]] = {
 }
 
 
-def test_the_table_has_these_loaders() -> None:
+def test_the_table_has_these_loaders():
     assert matrix.committed("fairseq").keys() == LOADERS.keys()
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_a_checkpoint_of_another_attention(loader: str, saved: Path, lm_data: Path) -> None:
-    def load(checkpoint: str, model: str) -> None:
+def test_a_checkpoint_of_another_attention(loader, saved, lm_data):
+    def load(checkpoint, model):
         LOADERS[loader](saved / f"{checkpoint}.pt", model, lm_data)
 
     matrix.check_loader(load, "fairseq", loader, named=False)

@@ -1,14 +1,11 @@
 """fairseq's tools with checkpoints of other attentions: what is refused, and what `attention_from` accepts."""
 
-from __future__ import annotations
-
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import Tools, build, reasons
+from conftest import build, reasons
 from fairseq import checkpoint_utils
 from test_tools import perplexity
 
@@ -19,19 +16,19 @@ from quest_fairseq import averaging
 WARNED = "these weights were trained with standard attention and are loaded into attention"
 
 
-def attentions(path: Path) -> set[str]:
+def attentions(path):
     """Return the attention that a checkpoint names."""
     state = checkpoint_utils.load_checkpoint_to_cpu(str(path))["model"]
     return {decode(value) for name, value in state.items() if name.endswith(ENTRY)}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("trained")
 
 
 @pytest.fixture
-def stock(tools: Tools, lm_data: Path, folder: Path) -> Path:
+def stock(tools, lm_data, folder):
     """A checkpoint of fairseq's own transformer_lm."""
     path = folder / "stock" / "checkpoint_last.pt"
     if not path.exists():
@@ -40,7 +37,7 @@ def stock(tools: Tools, lm_data: Path, folder: Path) -> Path:
 
 
 @pytest.fixture
-def quest(tools: Tools, lm_data: Path, folder: Path) -> Path:
+def quest(tools, lm_data, folder):
     """The same of quest_transformer_lm."""
     path = folder / "quest" / "checkpoint_last.pt"
     if not path.exists():
@@ -48,7 +45,7 @@ def quest(tools: Tools, lm_data: Path, folder: Path) -> Path:
     return path
 
 
-def test_a_stock_checkpoint_goes_on_as_standard_and_back(tools: Tools, lm_data: Path, stock: Path, tmp_path) -> None:
+def test_a_stock_checkpoint_goes_on_as_standard_and_back(tools, lm_data, stock, tmp_path):
     shutil.copy(stock, tmp_path)
     given = ["--attention", "standard", "--save-dir", tmp_path]
     assert "num_updates=5" in tools.train(lm_data, *given, updates=6)
@@ -56,7 +53,7 @@ def test_a_stock_checkpoint_goes_on_as_standard_and_back(tools: Tools, lm_data: 
     assert "num_updates=7" in tools.train(lm_data, "--save-dir", tmp_path, arch="transformer_lm", updates=7)
 
 
-def test_a_run_does_not_go_on_with_another_attention(tools: Tools, lm_data: Path, quest: Path, tmp_path: Path) -> None:
+def test_a_run_does_not_go_on_with_another_attention(tools, lm_data, quest, tmp_path):
     shutil.copy(quest, tmp_path)
     before = quest.read_bytes()
     with pytest.raises(Exception, match="Cannot load model parameters") as caught:
@@ -67,9 +64,7 @@ def test_a_run_does_not_go_on_with_another_attention(tools: Tools, lm_data: Path
     assert attentions(tmp_path / "checkpoint_last.pt") == {"qnorm"}
 
 
-def test_a_run_does_not_go_on_with_an_optimizer_of_larger_projections(
-    tools: Tools, lm_data: Path, stock: Path, tmp_path: Path
-) -> None:
+def test_a_run_does_not_go_on_with_an_optimizer_of_larger_projections(tools, lm_data, stock, tmp_path):
     given = ["--attention", "quest+gqa(kv_heads=2)", "--attention-from", "standard", "--restore-file", stock]
     given += ["--save-dir", tmp_path]
     with pytest.raises(quest_core.CheckpointError, match=r"weights of \[16, 32\].*say --reset-optimizer"):
@@ -78,13 +73,13 @@ def test_a_run_does_not_go_on_with_an_optimizer_of_larger_projections(
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "adagrad"])
-def test_runs_with_other_optimizers_go_on(tools: Tools, lm_data: Path, tmp_path: Path, optimizer: str) -> None:
+def test_runs_with_other_optimizers_go_on(tools, lm_data, tmp_path, optimizer):
     given = ["--attention", "quest", "--save-dir", tmp_path, "--optimizer", optimizer]
     tools.train(lm_data, *given, updates=2)
     assert "num_updates=4" in tools.train(lm_data, *given, updates=4)
 
 
-def test_fine_tuning_a_stock_checkpoint(tools: Tools, lm_data: Path, stock: Path, tmp_path: Path) -> None:
+def test_fine_tuning_a_stock_checkpoint(tools, lm_data, stock, tmp_path):
     attention = "quest+gqa(kv_heads=2)"
     given = ["--attention", attention, "--finetune-from-model", stock, "--lr", "0"]
     log = tools.train(lm_data, *given, "--save-dir", tmp_path / "warned", updates=1)
@@ -100,7 +95,7 @@ def test_fine_tuning_a_stock_checkpoint(tools: Tools, lm_data: Path, stock: Path
     assert "num_updates=3" in tools.train(lm_data, *given, updates=3)
 
 
-def test_evaluation_under_another_attention(tools: Tools, lm_data: Path, quest: Path) -> None:
+def test_evaluation_under_another_attention(tools, lm_data, quest):
     own = perplexity(tools.evaluate(lm_data, quest))
     for said in ("{'attention': 'standard'}", "{'model': {'attention': 'standard'}}"):
         with pytest.raises(quest_core.CheckpointError, match="'quest', and the model has 'standard'"):
@@ -113,7 +108,7 @@ def test_evaluation_under_another_attention(tools: Tools, lm_data: Path, quest: 
         tools.evaluate(lm_data, quest, "--model-overrides", "{'model': {'_name': 'transformer_lm'}}")
 
 
-def test_an_override_of_a_stock_checkpoint_is_not_ignored(tools: Tools, lm_data: Path, stock: Path) -> None:
+def test_an_override_of_a_stock_checkpoint_is_not_ignored(tools, lm_data, stock):
     """fairseq drops overrides that a checkpoint's options do not have."""
     with pytest.raises(quest_core.ConfigError, match="'transformer_lm' does not read attention='quest'.*_name"):
         tools.evaluate(lm_data, stock, "--model-overrides", "{'attention': 'quest'}")
@@ -124,7 +119,7 @@ def test_an_override_of_a_stock_checkpoint_is_not_ignored(tools: Tools, lm_data:
     assert WARNED not in tools.evaluate(lm_data, stock, "--model-overrides", overrides)
 
 
-def test_averages_and_moving_averages(tools: Tools, lm_data: Path, tmp_path: Path) -> None:
+def test_averages_and_moving_averages(tools, lm_data, tmp_path):
     """Of a mechanism with parameters and buffers, which are resumed as well."""
     attention = "qknorm-hs+dgqa(kv_heads=2)"
     given = ["--attention", attention, "--save-dir", tmp_path, "--store-ema", "--ema-decay", "0.9", "--ema-fp32"]
@@ -141,7 +136,7 @@ def test_averages_and_moving_averages(tools: Tools, lm_data: Path, tmp_path: Pat
             tools.evaluate(lm_data, tmp_path / name, "--model-overrides", "{'attention': 'qnorm'}")
 
 
-def test_an_average_is_the_mean_of_one_runs_weights(tools: Tools, lm_data: Path, tmp_path: Path) -> None:
+def test_an_average_is_the_mean_of_one_runs_weights(tools, lm_data, tmp_path):
     for attention in ("quest", "qnorm"):
         tools.train(lm_data, "--attention", attention, "--save-dir", tmp_path / attention, updates=8)
     one, two = (tmp_path / "quest" / f"checkpoint{epoch}.pt" for epoch in (1, 2))
@@ -163,7 +158,7 @@ def test_an_average_is_the_mean_of_one_runs_weights(tools: Tools, lm_data: Path,
         averaging.newest(tmp_path / "quest", 9)
 
 
-def test_layers_that_are_pruned_keep_their_attention(tools: Tools, lm_data: Path, quest: Path) -> None:
+def test_layers_that_are_pruned_keep_their_attention(tools, lm_data, quest):
     """LayerDrop: fairseq renames the keys of the layers that are kept."""
     kept = "'decoder_layers_to_keep': '1'"
     assert perplexity(tools.evaluate(lm_data, quest, "--model-overrides", f"{{{kept}}}")) > 1
@@ -174,7 +169,7 @@ def test_layers_that_are_pruned_keep_their_attention(tools: Tools, lm_data: Path
 @pytest.mark.parametrize(
     ("trained", "attention"), [("standard", "qknorm-hs"), ("aft-full", "quest"), ("quest", "aft-full")]
 )
-def test_attention_from_holds_for_mechanisms_that_learn(trained: str, attention: str) -> None:
+def test_attention_from_holds_for_mechanisms_that_learn(trained, attention):
     """Also where positions are learned, which are spelled with the number that the model has."""
     source = build("quest_transformer_lm", "--attention", trained)
     model = build("quest_transformer_lm", "--attention", attention, "--attention-from", trained)

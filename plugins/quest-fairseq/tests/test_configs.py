@@ -1,7 +1,5 @@
 """The start that the shipped yamls offer in a comment is one that fairseq takes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +14,7 @@ OFFERED = sorted((Path(USER_DIR) / "configs").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", OFFERED, ids=lambda path: path.stem)
-def test_the_commented_start_builds(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commented_start_builds(path, tmp_path, monkeypatch):
     from fairseq import models
 
     (tmp_path / path.name).write_text(with_start(path))

@@ -1,7 +1,5 @@
 """fairseq's language model and translation model, through the suite that all adapters inherit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conftest import build
@@ -16,7 +14,7 @@ MT = [*LM, "--encoder-layers", "2", "--encoder-embed-dim", "16", "--encoder-ffn-
 MT += ["--encoder-attention-heads", "4"]
 
 
-def tokens(batch: int, length: int) -> torch.Tensor:
+def tokens(batch, length):
     return torch.randint(4, 20, (batch, length))
 
 
@@ -79,7 +77,7 @@ class TestTranslation(AdapterConformance):
         return (one, lengths, target), (other, lengths, target), lambda out: out
 
 
-def test_sites_say_what_they_are() -> None:
+def test_sites_say_what_they_are():
     found = list(FairseqAdapter().sites(build("transformer", *MT)))
     kinds = {site.path: (site.capabilities.causal, site.capabilities.cross) for site in found}
     assert kinds["encoder.layers.0.self_attn"] == (False, False)
@@ -91,7 +89,7 @@ def test_sites_say_what_they_are() -> None:
     ("extra", "reason"),
     [(["--quant-noise-pq", "0.1"], "quant_noise"), (["--cross-self-attention", "--no-cross-attention"], "cross_self")],
 )
-def test_options_of_fairseqs_own_attention_are_refused(extra: list[str], reason: str) -> None:
+def test_options_of_fairseqs_own_attention_are_refused(extra, reason):
     from quest_core import UnsupportedError, inject
 
     with pytest.raises(UnsupportedError, match=f"{reason}.*leave the option out"):

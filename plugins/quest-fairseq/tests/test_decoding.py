@@ -1,7 +1,5 @@
 """Decoding step by step equals running all tokens at once, whatever the mechanism, also when beams are reordered."""
 
-from __future__ import annotations
-
 import warnings
 from argparse import Namespace
 from types import SimpleNamespace
@@ -24,7 +22,7 @@ MT = [*LM, "--encoder-layers", "2", "--encoder-embed-dim", "16", "--encoder-ffn-
 MT += ["--encoder-attention-heads", "4"]
 
 
-def spec(part) -> str:
+def spec(part):
     return f"{part.name}(kv_heads=2)" if any(o.name == "kv_heads" for o in part.options) else part.name
 
 
@@ -33,7 +31,7 @@ CAUSAL += ["quest+sigmoid+dgqa(kv_heads=2)"]
 CROSS = ["standard", "quest", "qknorm-hs", "quest+sigmoid", "elliptical-quest+gqa(kv_heads=2)", "linear", "aft-simple"]
 
 
-def trained(arch: str, attention: str, *arguments: str):
+def trained(arch, attention, *arguments):
     """A model in evaluation whose parameters have all moved, so that no bias or bound is at a neutral start."""
     torch.manual_seed(0)
     model = build(arch, "--attention", attention, *arguments)
@@ -44,10 +42,10 @@ def trained(arch: str, attention: str, *arguments: str):
 
 
 @pytest.mark.parametrize("attention", CAUSAL)
-def test_steps_equal_all_tokens_at_once(attention: str) -> None:
+def test_steps_equal_all_tokens_at_once(attention):
     model = trained("quest_transformer_lm", attention, *LM)
     tokens = torch.randint(4, 20, (4, 11))
-    state: dict = {}
+    state = {}
     steps = []
     with torch.no_grad():
         for end in range(1, tokens.shape[1] + 1):
@@ -61,7 +59,7 @@ def test_steps_equal_all_tokens_at_once(attention: str) -> None:
 
 
 @pytest.mark.parametrize(("attention", "beams"), [("quest", 1), *((attention, 3) for attention in CROSS)])
-def test_translation_by_steps_equals_all_tokens_at_once(attention: str, beams: int) -> None:
+def test_translation_by_steps_equals_all_tokens_at_once(attention, beams):
     model = trained("quest_transformer", attention, *MT)
     source = torch.randint(4, 20, (2, 9))
     source[0, :3] = 1  # fairseq pads sources on the left
@@ -72,7 +70,7 @@ def test_translation_by_steps_equals_all_tokens_at_once(attention: str, beams: i
         repeated = model.encoder.reorder_encoder_out(encoded, rows)
         want = model.decoder(tokens, repeated)[0]
         model.decoder.set_beam_size(beams)  # as SequenceGenerator does; keys are then kept once a sentence
-        state: dict = {}
+        state = {}
         got = [model.decoder(tokens[:, : end + 1], repeated, state)[0][:, -1] for end in range(7)]
     torch.testing.assert_close(torch.stack(got, 1), want, rtol=1e-9, atol=1e-9)
     kept = [value for name, value in state.items() if "prev_key" in value]
@@ -81,7 +79,7 @@ def test_translation_by_steps_equals_all_tokens_at_once(attention: str, beams: i
 
 
 @pytest.mark.parametrize("attention", ["standard", "quest", "qknorm-hs+gqa(kv_heads=2)", "linear"])
-def test_two_channels_of_speech_by_steps_equal_all_tokens_at_once(attention: str) -> None:
+def test_two_channels_of_speech_by_steps_equal_all_tokens_at_once(attention):
     """A channel's steps also attend to those of the other, which are not the queries."""
     args = options("quest_speech_dlm", *LM, "--attention", attention)
     more = {"decoder_cross_layers": 2, "duration_prediction": "false", "main_and_cross_weights": "1,0"}
@@ -92,7 +90,7 @@ def test_two_channels_of_speech_by_steps_equal_all_tokens_at_once(attention: str
     torch.manual_seed(0)
     model = build_model(args, task).double().eval()
     tokens = {channel: torch.randint(4, 20, (2, 7)) for channel in words}
-    states: list[dict] = [{}, {}]
+    states = [{}, {}]
     with torch.no_grad():
         want = model(tokens)[0]["a"]["a"]
         parts = ({channel: x[:, : end + 1] for channel, x in tokens.items()} for end in range(7))
@@ -102,9 +100,9 @@ def test_two_channels_of_speech_by_steps_equal_all_tokens_at_once(attention: str
         build_model(Namespace(**{**vars(args), "attention": "sinkhorn"}), task)
 
 
-def test_decoding_normalizes_an_encoders_keys_once() -> None:
+def test_decoding_normalizes_an_encoders_keys_once():
     model = trained("quest_transformer", "quest", *MT)
-    state: dict = {}
+    state = {}
     with torch.no_grad():
         encoded = model.encoder(torch.randint(4, 20, (2, 9)), torch.tensor([9, 9]))
         model.decoder(torch.randint(4, 20, (2, 1)), encoded, state)
@@ -113,13 +111,13 @@ def test_decoding_normalizes_an_encoders_keys_once() -> None:
     torch.testing.assert_close(torch.stack(norms), torch.ones(3, 2, 4, 9, dtype=torch.float64))
 
 
-def test_heads_are_not_pruned() -> None:
+def test_heads_are_not_pruned():
     module = trained("quest_transformer_lm", "quest", *LM).decoder.layers[0].self_attn
     with pytest.raises(quest_core.UnsupportedError, match="prune the stock model"):
         module._adaptive_prune_heads(module._get_reserve_head_index(2))
 
 
-def test_generation_by_beam_search_is_that_of_stock_fairseq() -> None:
+def test_generation_by_beam_search_is_that_of_stock_fairseq():
     torch.manual_seed(1)
     stock = build("transformer", *MT).eval()
     ours = build("quest_transformer", "--attention", "standard", *MT).eval()
@@ -139,9 +137,9 @@ def test_generation_by_beam_search_is_that_of_stock_fairseq() -> None:
             torch.testing.assert_close(one["attention"], other["attention"], rtol=1e-5, atol=1e-5)
 
 
-def caches(attention: str, tokens: int = 16) -> list:
+def caches(attention, tokens=16):
     model = trained("quest_transformer_lm", attention, *LM).float()
-    state: dict = {}
+    state = {}
     text = torch.randint(4, 20, (2, tokens))
     with torch.no_grad():
         for end in range(1, tokens + 1):
@@ -149,8 +147,8 @@ def caches(attention: str, tokens: int = 16) -> list:
     return [value["cache"] for value in state.values()]
 
 
-def test_fewer_key_heads_make_a_smaller_cache_and_sums_do_not_grow() -> None:
-    def size(attention: str, tokens: int = 16) -> int:
+def test_fewer_key_heads_make_a_smaller_cache_and_sums_do_not_grow():
+    def size(attention, tokens=16):
         return sum(cache.nbytes for cache in caches(attention, tokens))
 
     assert size("quest") == size("standard") == 3 * 2 * 2 * 16 * 16 * 4  # layers, k and v, batch, tokens, width, bytes
@@ -161,12 +159,12 @@ def test_fewer_key_heads_make_a_smaller_cache_and_sums_do_not_grow() -> None:
 
 
 @pytest.mark.parametrize("attention", [*CROSS, "aft-local"])
-def test_padded_steps_are_not_attended_to(attention: str) -> None:
+def test_padded_steps_are_not_attended_to(attention):
     """Without position embeddings, which fairseq numbers differently while decoding."""
     model = trained("quest_transformer_lm", attention, *LM, "--no-token-positional-embeddings")
     tokens = torch.randint(4, 20, (3, 7))
     tokens[0, 2] = tokens[1, 4:6] = 1
-    state: dict = {}
+    state = {}
     with torch.no_grad():
         got = [model(tokens[:, : end + 1], incremental_state=state)[0][:, -1] for end in range(7)]
         want = model(tokens)[0]
@@ -175,7 +173,7 @@ def test_padded_steps_are_not_attended_to(attention: str) -> None:
     torch.testing.assert_close(torch.stack(got, 1), want, rtol=1e-9, atol=1e-9)
 
 
-def test_elliptical_layers_follow_each_other_within_their_stack() -> None:
+def test_elliptical_layers_follow_each_other_within_their_stack():
     model = build("quest_transformer", "--attention", "elliptical", *MT)
     first = [name for name, m in model.named_modules() if isinstance(m, Elliptical) and m._previous == (None,)]
     stacks = ("encoder.layers.0.self_attn", "decoder.layers.0.self_attn", "decoder.layers.0.encoder_attn")
@@ -187,7 +185,7 @@ def test_elliptical_layers_follow_each_other_within_their_stack() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("heads", [True, False])
-def test_weights_are_those_of_stock_fairseq(training: bool, heads: bool) -> None:
+def test_weights_are_those_of_stock_fairseq(training, heads):
     torch.manual_seed(0)
     stock = MultiheadAttention(16, 4, kdim=12, vdim=12, dropout=0.3, encoder_decoder_attention=True).train(training)
     sizes = {"num_heads": stock.num_heads, "head_dim": stock.head_dim}
@@ -203,7 +201,7 @@ def test_weights_are_those_of_stock_fairseq(training: bool, heads: bool) -> None
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_other_masks_are_added_and_families_refuse_them() -> None:
+def test_other_masks_are_added_and_families_refuse_them():
     torch.manual_seed(0)
     stock = MultiheadAttention(16, 4, self_attention=True).eval()
     x, bias = torch.randn(6, 2, 16), torch.randn(6, 6)
@@ -218,7 +216,7 @@ def test_other_masks_are_added_and_families_refuse_them() -> None:
 
 
 @pytest.mark.parametrize("kind", ["self_attention", "encoder_decoder_attention"])
-def test_keys_and_values_of_their_own_are_read_as_in_stock_fairseq(kind: str) -> None:
+def test_keys_and_values_of_their_own_are_read_as_in_stock_fairseq(kind):
     torch.manual_seed(0)
     stock = MultiheadAttention(16, 4, **{kind: True}).eval()
     sizes = {"num_heads": stock.num_heads, "head_dim": stock.head_dim}
@@ -229,20 +227,20 @@ def test_keys_and_values_of_their_own_are_read_as_in_stock_fairseq(kind: str) ->
 
 
 @pytest.mark.parametrize("attention", ["sinkhorn", "aft-full(max_length=8)"])
-def test_cross_attention_of_other_decoders_is_refused_as_that_of_transformer(attention: str) -> None:
+def test_cross_attention_of_other_decoders_is_refused_as_that_of_transformer(attention):
     """LightConv's decoder has no self-attention, and its steps of decoding bring queries one by one too."""
     cross = torch.nn.ModuleList([MultiheadAttention(16, 4, encoder_decoder_attention=True)])
     with pytest.raises(quest_core.UnsupportedError, match=r"cannot be causal|one by one"):
         quest_core.inject(cross, attention, adapter="fairseq")
 
 
-def test_raw_scores_and_foreign_states_are_refused() -> None:
+def test_raw_scores_and_foreign_states_are_refused():
     model = build("quest_transformer_lm", *LM).eval()
     module = model.decoder.layers[0].self_attn
     x = torch.randn(1, 2, 16)
     with pytest.raises(quest_core.InputError, match="before_softmax"):
         module(x, x, x, before_softmax=True)
-    state: dict = {}
+    state = {}
     module._set_input_buffer(state, {"prev_key": x, "prev_value": x})
     with pytest.raises(KeyError, match="cache"):
         module(x, x, x, incremental_state=state)

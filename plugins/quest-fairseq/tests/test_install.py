@@ -1,18 +1,14 @@
 """What install() changes, what uninstall() restores, and what is refused or reported before anything is trained."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import USER_DIR, Tools, build, options, reasons, task
+from conftest import USER_DIR, build, options, reasons, task
 from fairseq import models
 from omegaconf import OmegaConf
 
@@ -23,14 +19,14 @@ SMALL = ["--decoder-layers", "1", "--decoder-embed-dim", "16", "--decoder-attent
 
 
 @pytest.fixture
-def uninstalled() -> Iterator[FairseqAdapter]:
+def uninstalled():
     adapter = FairseqAdapter()
     adapter.uninstall()
     yield adapter
     adapter.install()
 
 
-def test_uninstall_restores_fairseq(uninstalled: FairseqAdapter) -> None:
+def test_uninstall_restores_fairseq(uninstalled):
     registries = [value for name, value in vars(models).items() if name.endswith("_REGISTRY")]
     assert len(registries) == 6
     assert not [name for registry in registries for name in registry if name.startswith("quest_")]
@@ -71,7 +67,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("given", WRONG)
-def test_a_wrong_command_line_is_one_error_before_anything_is_made(given: str, tools: Tools, tmp_path: Path) -> None:
+def test_a_wrong_command_line_is_one_error_before_anything_is_made(given, tools, tmp_path):
     said, arguments = WRONG[given], ["--task", "language_modeling", "--save-dir", tmp_path / "out", "--arch"]
     with pytest.raises(SystemExit if said is None else quest_core.ConfigError, match=said):
         tools("train", "no-data", "--user-dir", USER_DIR, *arguments, *given.split())
@@ -89,12 +85,12 @@ def test_a_wrong_command_line_is_one_error_before_anything_is_made(given: str, t
         ("quest_transformer_lm", ["--attention", "quest+gqa(kv_heads=3)"], "kv_heads"),
     ],
 )
-def test_what_the_model_cannot_have_is_one_error(arch: str, arguments: list[str], why: str) -> None:
+def test_what_the_model_cannot_have_is_one_error(arch, arguments, why):
     with pytest.raises(quest_core.QuestError, match=why):
         build(arch, *arguments)
 
 
-def hydra(tools: Tools, folder: Path, data: Path, change: dict[str, Any]) -> None:
+def hydra(tools, folder, data, change):
     """fairseq-hydra-train with the options of pydocs.yaml and a change."""
     yaml = OmegaConf.load(Path(USER_DIR) / "configs" / "pydocs.yaml")
     yaml = OmegaConf.merge(yaml, {"task": {"data": str(data)}, "common": {"cpu": True, "user_dir": USER_DIR}}, change)
@@ -116,9 +112,7 @@ def hydra(tools: Tools, folder: Path, data: Path, change: dict[str, Any]) -> Non
     ],
     ids=str,
 )
-def test_a_yaml_whose_attention_nothing_reads_is_refused(
-    change: dict[str, Any], why: str, tools: Tools, lm_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_yaml_whose_attention_nothing_reads_is_refused(change, why, tools, lm_data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as caught:  # hydra prints the error
         hydra(tools, tmp_path, lm_data, change)
@@ -126,7 +120,7 @@ def test_a_yaml_whose_attention_nothing_reads_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_namespace_whose_attention_nothing_reads_is_refused() -> None:
+def test_a_namespace_whose_attention_nothing_reads_is_refused():
     """Models with options in the old manner take any."""
     args = argparse.Namespace(**{**vars(options("transformer", *SMALL)), "attention": "quest"})
     with pytest.raises(quest_core.ConfigError, match="'transformer' does not read attention='quest'"):
@@ -141,7 +135,7 @@ def test_a_namespace_whose_attention_nothing_reads_is_refused() -> None:
 # --- the log --------------------------------------------------------------------------------------------------------
 
 
-def test_the_log_file_has_the_report_and_the_warning(tools: Tools, lm_data: Path, tmp_path: Path) -> None:
+def test_the_log_file_has_the_report_and_the_warning(tools, lm_data, tmp_path):
     """`--log-file` gets what fairseq_cli.train logs, and nothing that other loggers do."""
     tools.train(lm_data, "--save-dir", tmp_path / "stock", arch="transformer_lm", updates=1)
     log_file = tmp_path / "train.log"
@@ -159,7 +153,7 @@ def test_the_log_file_has_the_report_and_the_warning(tools: Tools, lm_data: Path
 
 
 @pytest.mark.slow
-def test_the_report_is_printed_where_nothing_listens() -> None:
+def test_the_report_is_printed_where_nothing_listens():
     """In Python without logging."""
     code = "import sys; sys.path.insert(0, sys.argv[1]); from conftest import build; build('quest_transformer_lm')"
     command = [sys.executable, "-c", code, str(Path(__file__).parent)]

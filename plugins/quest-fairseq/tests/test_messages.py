@@ -1,21 +1,16 @@
 """Each message in the README's table of messages, as fairseq's tools print it."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import SHAPE, USER_DIR, Tools
+from conftest import SHAPE, USER_DIR
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 TABLE = re.search(r"^\| message \|.*\n\|---\|---\|\n((?:\|.*\n)+)", README, re.MULTILINE)
-assert TABLE is not None
 MESSAGES = [said for row in TABLE[1].splitlines() for said in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
 
 LM = ["--task", "language_modeling", "--cpu", "--tokens-per-sample", "24", "--num-workers", "0", *SHAPE]
@@ -23,11 +18,11 @@ TRAIN = [*LM, "--optimizer", "adam", "--lr", "0.003", "--batch-size", "8", "--ma
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("messages")
 
 
-def process(*command: Any) -> str:
+def process(*command):
     """What a failing command prints. No plugin is imported."""
     done = subprocess.run(
         [sys.executable, *map(str, command)],
@@ -43,19 +38,19 @@ def process(*command: Any) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("message", MESSAGES)
-def test_the_message_is_the_one_in_the_readme(message: str, tools: Tools, lm_data: Path, folder: Path) -> None:
+def test_the_message_is_the_one_in_the_readme(message, tools, lm_data, folder):
     hydra = [f"task.data={lm_data}", f"hydra.run.dir={folder}", "common.cpu=true"]
     yaml = ["--config-dir", f"{USER_DIR}/configs", "--config-name", "pydocs", *hydra]
     stock = ["-m", "fairseq_cli.train", lm_data, "--arch", "transformer_lm", *TRAIN]
 
-    def quest() -> Path:
+    def quest():
         """The checkpoint of one update, which is made once."""
         save = folder / "quest"
         if not save.exists():
             tools.train(lm_data, "--save-dir", save, arch="quest_transformer_lm", updates=1)
         return save / "checkpoint_best.pt"
 
-    producers: dict[str, Callable[[], str]] = {
+    producers = {
         "invalid choice": lambda: process("-m", "fairseq_cli.train", lm_data, "--arch", "quest_transformer_lm", *TRAIN),
         "KeyError": lambda: process(
             "-m", "fairseq_cli.eval_lm", lm_data, "--cpu", "--num-workers", "0", "--tokens-per-sample", "24",

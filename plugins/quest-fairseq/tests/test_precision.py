@@ -1,7 +1,5 @@
 """The shipped yamls train in half precision, by fairseq's own trainer on a CPU."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -25,7 +23,7 @@ HALF = {"bf16": ["common.bf16=true"], "fp16": ["common.fp16=true", "common.fp16_
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", HALF)
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_shipped_yaml_trains_in_half_precision(path: Path, precision: str, lm_data: Path, tmp_path: Path) -> None:
+def test_a_shipped_yaml_trains_in_half_precision(path, precision, lm_data, tmp_path):
     command = [TOOLS / "quest", "run", TOOLS / "fairseq-hydra-train", "--config-dir", path.parent]
     command += ["--config-name", path.stem, f"task.data={lm_data}", "common.cpu=true", f"hydra.run.dir={tmp_path}"]
     command += [*SHORT, *SIZES.get(path.stem, ["model.decoder_layers=2"]), *HALF[precision]]

@@ -1,11 +1,7 @@
 """Parts that fairseq loads while it builds a model: --load-pretrained-encoder-from, and --w2v-path."""
 
-from __future__ import annotations
-
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -28,13 +24,13 @@ KEY = "encoder.transformer_layers.0.self_attn.k_proj.weight"
 WARNING = "trained with standard attention"
 
 
-def translator(arch: str, *arguments: str) -> Any:
+def translator(arch, *arguments):
     args = options(arch, *S2T, *arguments)
     vars(args).update(input_feat_per_channel=8, input_channels=1)
     return models.build_model(args, SimpleNamespace(source_dictionary=dictionary(), target_dictionary=dictionary()))
 
 
-def saved(path: Path, model: Any, cfg: Any = None) -> str:
+def saved(path, model, cfg=None):
     history = [{"num_updates": 1, "criterion_name": "", "best_loss": 1}]
     args = None if cfg else options("s2t_transformer", *S2T)
     torch.save(
@@ -43,7 +39,7 @@ def saved(path: Path, model: Any, cfg: Any = None) -> str:
     return str(path)
 
 
-def listener(path: str, **given: Any) -> Any:
+def listener(path, **given):
     """A wav2vec 2.0 for fine-tuning, with the pretrained one at `path` in it."""
     cfg = OmegaConf.structured(models.MODEL_DATACLASS_REGISTRY["quest_wav2vec_ctc"](w2v_path=path, data="", **given))
     OmegaConf.set_struct(cfg, False)
@@ -51,18 +47,18 @@ def listener(path: str, **given: Any) -> Any:
     return models.build_model(cfg, SimpleNamespace(target_dictionary=dictionary()))
 
 
-def pretrained(path: Path, arch: str, *arguments: str) -> str:
+def pretrained(path, arch, *arguments):
     given = ["data", "--arch", arch, "--task", "audio_pretraining", "--user-dir", USER_DIR, *SOUND, *arguments]
     cfg = convert_namespace_to_omegaconf(parse_args_and_arch(get_training_parser(), input_args=given))
     return saved(path, tasks.setup_task(cfg.task).build_model(cfg.model), OmegaConf.to_container(cfg))
 
 
-def attentions(model: Any) -> set[str]:
+def attentions(model):
     return {str(module.mechanism.config) for module in model.modules() if hasattr(module, "mechanism")}
 
 
 @pytest.mark.parametrize("attention", ["quest", "qknorm-hs+gqa(kv_heads=2)", "quest(init=12)"])
-def test_an_encoder_of_the_same_attention_is_loaded(attention: str, tmp_path: Path) -> None:
+def test_an_encoder_of_the_same_attention_is_loaded(attention, tmp_path):
     trained = translator("quest_s2t_transformer", "--attention", attention)
     path = saved(tmp_path / "speech.pt", trained)
     with warnings.catch_warnings():
@@ -74,7 +70,7 @@ def test_an_encoder_of_the_same_attention_is_loaded(attention: str, tmp_path: Pa
     assert model.attention_report.left_alone == ()
 
 
-def test_an_encoder_of_another_attention_is_refused_or_converted(tmp_path: Path) -> None:
+def test_an_encoder_of_another_attention_is_refused_or_converted(tmp_path):
     stock = translator("s2t_transformer")
     path = saved(tmp_path / "stock.pt", stock)
     given = ["--load-pretrained-encoder-from", path]
@@ -90,13 +86,13 @@ def test_an_encoder_of_another_attention_is_refused_or_converted(tmp_path: Path)
         translator("quest_s2t_transformer", "--load-pretrained-encoder-from", path)
 
 
-def test_a_part_without_attention_stays_as_it_is() -> None:
+def test_a_part_without_attention_stays_as_it_is():
     part = torch.nn.LSTM(4, 4)
     put(read(options("quest_s2t_transformer", *S2T)), part, part=True)
     assert not hasattr(part, REPORT)
 
 
-def test_a_pretrained_wav2vec_keeps_its_attention_or_is_compared(tmp_path: Path) -> None:
+def test_a_pretrained_wav2vec_keeps_its_attention_or_is_compared(tmp_path):
     path = pretrained(tmp_path / "quest.pt", "quest_wav2vec2")
     with warnings.catch_warnings():
         warnings.simplefilter("error", quest_core.AttentionMismatchWarning)

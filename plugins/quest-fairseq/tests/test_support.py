@@ -1,7 +1,5 @@
 """What fairseq's transformer_lm takes: see devtools.support."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -10,12 +8,12 @@ from conftest import SHAPE, build
 from devtools.support import check
 
 
-def train(attention: str) -> None:
+def train(attention):
     model = build("quest_transformer_lm", *SHAPE, "--attention", attention)
     loss = model(torch.randint(4, 9, (2, 7)))[0].pow(2).mean()
     loss.backward()
     assert loss.isfinite()
 
 
-def test_the_table_of_support() -> None:
+def test_the_table_of_support():
     check(Path(__file__).with_name("support.json"), "fairseq", train, {})

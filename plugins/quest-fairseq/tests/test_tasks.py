@@ -1,13 +1,10 @@
 """The language-modelling suites: text, byte pairs, the attack, and a shortened cell of each."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import math
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,12 +18,12 @@ from quest_suites.fairseq.suites import SUITES
 from quest_suites.fairseq.tasks import RATES, run_pydocs, run_wikitext103
 
 
-def cell(suite: str, task: str, workdir: Path, data: Path | None = None, attention: str = "quest") -> Cell:
+def cell(suite, task, workdir, data=None, attention="quest"):
     options = {option["name"]: option["default"] for option in SUITES[suite]["options"]}
     return Cell(suite, task, attention, 3, True, data, options, workdir)
 
 
-def test_documentation_is_split_without_overlap() -> None:
+def test_documentation_is_split_without_overlap():
     train, valid, test = pydocs()
     assert not set(train) & set(valid)
     assert not set(train) & set(test)
@@ -34,7 +31,7 @@ def test_documentation_is_split_without_overlap() -> None:
     assert min(len(valid), len(test)) > 100
 
 
-def test_the_attack_swaps_a_share_of_the_words() -> None:
+def test_the_attack_swaps_a_share_of_the_words():
     lines = [f"word{i} , other{i} . 7" for i in range(200)]
     for rate in (0.015, 0.05):
         attacked = swap_words(lines, rate)
@@ -51,7 +48,7 @@ def test_the_attack_swaps_a_share_of_the_words() -> None:
         assert not {old for old, _ in changed} & {",", "."}
 
 
-def test_byte_pairs_are_learned_by_frequency_and_lose_nothing() -> None:
+def test_byte_pairs_are_learned_by_frequency_and_lose_nothing():
     assert "@@" not in BytePairs(["low low low lower"], 6).encode("low")
     train, _, test = pydocs()
     pairs = BytePairs(train[:300], 100)
@@ -60,7 +57,7 @@ def test_byte_pairs_are_learned_by_frequency_and_lose_nothing() -> None:
     assert pairs.merges == BytePairs(train[:300], 100).merges
 
 
-def slow_merges(lines: list[str], merges: int) -> list[tuple[str, str]]:
+def slow_merges(lines, merges):
     """Sennrich's definition, counting all pairs again each time."""
     words = [list(word) for line in lines for word in line.split()]
     made = []
@@ -77,16 +74,16 @@ def slow_merges(lines: list[str], merges: int) -> list[tuple[str, str]]:
     return made
 
 
-def test_byte_pairs_are_those_of_the_definition() -> None:
+def test_byte_pairs_are_those_of_the_definition():
     lines = [*pydocs()[0][:40], "aaaa aaa ababab"]
     assert BytePairs(lines, 60).merges == slow_merges(lines, 60)
 
 
-def test_a_cell_of_the_documentation(tmp_path: Path) -> None:
+def test_a_cell_of_the_documentation(tmp_path):
     """In the folder of a stopped cell: fairseq-preprocess refuses a dictionary that is there already."""
     tasks.preprocess(tmp_path / "data-bin", {"train": ["some words"]})
     assert (tmp_path / "data-bin" / "dict.txt").is_file()
-    heard: list[float] = []
+    heard = []
     result = run_pydocs(cell("lm/pydocs", "topics", tmp_path), lambda fraction, text: heard.append(fraction))
     metrics = {entry["metric"] for entry in SUITES["lm/pydocs"]["also"]} | {SUITES["lm/pydocs"]["metric"]}
     assert metrics <= result.metrics.keys()
@@ -97,7 +94,7 @@ def test_a_cell_of_the_documentation(tmp_path: Path) -> None:
     assert heard == sorted(heard)
 
 
-def test_a_cell_of_wikitext(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_of_wikitext(tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "RATES", {})  # the documentation's cell has attacks
     for split in ("train", "valid", "test"):
         lines = pydocs()[0][:60] if split == "train" else pydocs()[1][:8]
@@ -114,7 +111,7 @@ def test_a_cell_of_wikitext(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         run_wikitext103(cell("lm/wikitext103", "small", work, work), lambda fraction, text: None)
 
 
-def test_a_cell_of_translation(tmp_path: Path) -> None:
+def test_a_cell_of_translation(tmp_path):
     """Each of a number of sentences that no size of batch divides is translated, with `attention` across only."""
     for name, language in itertools.product(translation.SPLITS.values(), ("en", "de")):
         lines = pydocs()[0][:45] if name == "train" else pydocs()[1][:11]

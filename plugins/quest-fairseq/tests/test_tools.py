@@ -1,7 +1,5 @@
 """fairseq's own command-line tools, end to end on a tiny text."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -11,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import USER_DIR, Tools, build, dictionary
+from conftest import USER_DIR, build, dictionary
 from fairseq import checkpoint_utils
 from fairseq.models import build_model
 from fairseq.models.transformer import TransformerModel
@@ -24,16 +22,16 @@ from quest_suites.fairseq.tasks import configuration
 ATTENTIONS = ["quest", "aft-local(window=4)", "quest+gqa(kv_heads=2)"]
 
 
-def losses(log: str) -> list[str]:
+def losses(log):
     """What fairseq-train printed of every update and validation."""
     return re.findall(r"\bloss[= ][\d.]+|\bppl[= ][\d.]+|gnorm=[\d.]+", log)
 
 
-def hypotheses(log: str) -> list[str]:
+def hypotheses(log):
     return [line for line in log.splitlines() if re.match(r"[HDP]-\d+\t", line)]
 
 
-def words_and_scores(lines: list[str]) -> tuple[list[str], list[float]]:
+def words_and_scores(lines):
     """The words of hypotheses, and all scores: fairseq prints the sum of a hypothesis with every digit of a float."""
     fields = [line.split("\t") for line in lines]
     words = [f"{kind}\t{rest[-1]}" if kind[0] != "P" else kind for kind, *rest in fields]
@@ -41,20 +39,20 @@ def words_and_scores(lines: list[str]) -> tuple[list[str], list[float]]:
     return words, scores
 
 
-def assert_same(ours: list[str], stock: list[str]) -> None:
+def assert_same(ours, stock):
     assert len(stock) == 36
     (words, scores), (stock_words, stock_scores) = words_and_scores(ours), words_and_scores(stock)
     assert words == stock_words
     assert scores == pytest.approx(stock_scores, abs=1.5e-4)  # four digits are printed, and the last may differ by one
 
 
-def generate(tools: Tools, data: Path, checkpoint: Path, *arguments: str) -> str:
+def generate(tools, data, checkpoint, *arguments):
     given = ["--path", checkpoint, "--cpu", "--user-dir", USER_DIR, "--batch-size", "6", "--num-workers", "0"]
     given += ["--required-batch-size-multiple", "1", "--beam", "3"]
     return tools("generate", data, *given, *arguments)
 
 
-def perplexity(log: str) -> float:
+def perplexity(log):
     found = re.search(r"Perplexity: ([\d.]+)", log)
     assert found, log[-2000:]
     return float(found[1])
@@ -63,7 +61,7 @@ def perplexity(log: str) -> float:
 # --- standard is stock ----------------------------------------------------------------------------------------------
 
 
-def test_standard_trains_evaluates_and_generates_as_stock(tools: Tools, lm_data: Path, tmp_path: Path) -> None:
+def test_standard_trains_evaluates_and_generates_as_stock(tools, lm_data, tmp_path):
     """16 seeded updates with dropout, to the printed digits; then the same hypotheses with the same scores."""
     drop = ["--dropout", "0.1", "--attention-dropout", "0.1"]
     stock = tools.train(lm_data, *drop, "--save-dir", tmp_path / "stock", arch="transformer_lm", updates=16)
@@ -83,7 +81,7 @@ def test_standard_trains_evaluates_and_generates_as_stock(tools: Tools, lm_data:
 
 
 @pytest.mark.slow
-def test_translation_trains_and_generates_as_stock(tools: Tools, mt_data: Path, tmp_path: Path) -> None:
+def test_translation_trains_and_generates_as_stock(tools, mt_data, tmp_path):
     shape = "--encoder-layers 2 --decoder-layers 2 --encoder-embed-dim 16 --encoder-ffn-embed-dim 32 "
     shape += "--encoder-attention-heads 2 --decoder-attention-heads 2 --optimizer adam --lr 0.003 --max-tokens 200 "
     shape += "--encoder-normalize-before --decoder-normalize-before "
@@ -102,7 +100,7 @@ def test_translation_trains_and_generates_as_stock(tools: Tools, mt_data: Path, 
 # --- every tool with other mechanisms -------------------------------------------------------------------------------
 
 
-def test_train_resume_evaluate_generate(tools: Tools, lm_data: Path, tmp_path: Path) -> None:
+def test_train_resume_evaluate_generate(tools, lm_data, tmp_path):
     given = ["--attention", "quest+gqa(kv_heads=2)", "--save-dir", tmp_path]
     first = tools.train(lm_data, *given, updates=4)
     rest = tools.train(lm_data, *given, updates=8)
@@ -117,7 +115,7 @@ def test_train_resume_evaluate_generate(tools: Tools, lm_data: Path, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", [*ATTENTIONS, {"name": "quest", "kv_heads": 2}], ids=str)
-def test_hydra_train(attention, tools: Tools, lm_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hydra_train(attention, tools, lm_data, tmp_path, monkeypatch):
     """A yaml that says `attention` as a name or as a mapping."""
     from omegaconf import OmegaConf
 
@@ -139,7 +137,7 @@ def test_hydra_train(attention, tools: Tools, lm_data: Path, tmp_path: Path, mon
 
 
 @pytest.mark.slow
-def test_interactive_score_and_hub(tools: Tools, mt_data: Path, tmp_path: Path) -> None:
+def test_interactive_score_and_hub(tools, mt_data, tmp_path):
     given = [mt_data, "--arch", "quest_transformer_tiny", "--user-dir", USER_DIR, "--attention", "quest+mqa", "--cpu"]
     given += ["--save-dir", tmp_path, "--optimizer", "adam", "--max-tokens", "300", "--max-update", "3"]
     tools("train", *given, "--num-workers", "0", "--share-all-embeddings")
@@ -155,7 +153,7 @@ def test_interactive_score_and_hub(tools: Tools, mt_data: Path, tmp_path: Path) 
     assert isinstance(hub.translate("w1 w6 w11", beam=2), str)
 
 
-def test_hub_samples_from_a_language_model(tools: Tools, lm_data: Path, tmp_path: Path) -> None:
+def test_hub_samples_from_a_language_model(tools, lm_data, tmp_path):
     tools.train(lm_data, "--save-dir", tmp_path, updates=2)
     hub = TransformerLanguageModel.from_pretrained(str(tmp_path), "checkpoint_best.pt", str(lm_data))
     assert hub.sample("w1 w6", beam=2, max_len_b=8).startswith("w1 w6")
@@ -163,7 +161,7 @@ def test_hub_samples_from_a_language_model(tools: Tools, lm_data: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_console_script_with_user_dir_from_the_module(lm_data: Path, tmp_path: Path) -> None:
+def test_console_script_with_user_dir_from_the_module(lm_data, tmp_path):
     """As a user types it: a new process, --user-dir from `python -m quest_fairseq`, a mapping as the attention."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     shown = subprocess.run([sys.executable, "-m", "quest_fairseq"], capture_output=True, text=True, env=environment)
@@ -182,7 +180,7 @@ def test_console_script_with_user_dir_from_the_module(lm_data: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(("size", "parameters"), [("small", 43_759_616), ("medium", 89_583_616)])
-def test_the_papers_models_have_the_papers_size(size: str, parameters: int) -> None:
+def test_the_papers_models_have_the_papers_size(size, parameters):
     cfg = configuration(f"wikitext103-{size}")
     symbols = dictionary(0)
     symbols.symbols += [f"{i}" for i in range(267_744 - len(symbols))]
@@ -198,7 +196,7 @@ SHIPPED = [("pydocs", 8), ("wikitext103-small", 96), ("wikitext103-medium", 56),
 
 
 @pytest.mark.parametrize(("name", "total"), SHIPPED)
-def test_shipped_yamls_keep_the_sequences_an_update(name: str, total: int) -> None:
+def test_shipped_yamls_keep_the_sequences_an_update(name, total):
     cfg = configuration(name)
     for processes in (1, 2, 4, 8):
         cfg.distributed_training.distributed_world_size, cfg.optimization.update_freq = processes, [1]
@@ -216,12 +214,12 @@ def test_shipped_yamls_keep_the_sequences_an_update(name: str, total: int) -> No
             _ = cfg.dataset.batch_size
 
 
-def test_torchruns_number_of_processes_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchruns_number_of_processes_comes_first(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert configuration("wikitext103-small").dataset.batch_size == 24
 
 
-def test_learned_positions_are_as_many_as_the_model_has() -> None:
+def test_learned_positions_are_as_many_as_the_model_has():
     model = build("quest_transformer_lm", "--attention", "aft-full")
     assert model.decoder.layers[0].self_attn.config.option("max_length") == 32
     model = build("quest_transformer_lm", "--attention", "aft-full(max_length=48)")

@@ -1,14 +1,11 @@
 """fairseq's Transformer-XL: through the suite that all adapters inherit, and through fairseq-train."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import USER_DIR, Tools
+from conftest import USER_DIR
 from fairseq import checkpoint_utils
 from test_tools import losses, perplexity
 from transformers.models.transfo_xl import TransfoXLConfig, TransfoXLLMHeadModel
@@ -50,16 +47,16 @@ class TestTransformerXL(AdapterConformance):
         first = model(inputs[0], return_dict=True)
         return model(inputs[1], mems=first.mems, return_dict=True).prediction_scores
 
-    def test_a_host_checkpoint_loads_into_fewer_key_heads(self) -> None:
+    def test_a_host_checkpoint_loads_into_fewer_key_heads(self):
         """One projection makes queries, keys and values, so there are never fewer: see `refused`."""
         assert self.grouped() is None
 
 
-def logits_of(layer: torch.nn.Module, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def logits_of(layer, hidden, positions):
     """What the normalizer of a replaced layer is given: [B, H, N, M], the relative term included."""
     mechanism, calls = layer.mechanism, []
 
-    def spy(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest) -> tuple:
+    def spy(q, k, v, **rest):
         calls.append(type(mechanism).forward_with_logits(mechanism, q, k, v, **rest))
         return calls[0]
 
@@ -70,7 +67,7 @@ def logits_of(layer: torch.nn.Module, hidden: torch.Tensor, positions: torch.Ten
 
 
 @pytest.mark.parametrize("attention", ["standard", "quest"])
-def test_scaled_queries_scale_both_terms_of_the_logits(attention: str) -> None:
+def test_scaled_queries_scale_both_terms_of_the_logits(attention):
     """(q + u)·k + (q + w)·r: the biases u and w are parts of the queries."""
     torch.manual_seed(0)
     model = TransfoXLLMHeadModel(TransfoXLConfig(vocab_size=20, cutoffs=[10], mem_len=0, **SIZES)).eval()
@@ -86,7 +83,7 @@ def test_scaled_queries_scale_both_terms_of_the_logits(attention: str) -> None:
     torch.testing.assert_close(after, before * factor.float()[:, None, None], rtol=1e-4, atol=1e-4)
 
 
-def test_every_logit_is_bounded_by_the_queries() -> None:
+def test_every_logit_is_bounded_by_the_queries():
     """Keys and relative positions of any length: a row's logits stay within ‖q + u‖ + ‖q + w‖."""
     torch.manual_seed(0)
     model = TransfoXLLMHeadModel(TransfoXLConfig(vocab_size=20, cutoffs=[10], mem_len=0, **SIZES)).eval()
@@ -103,7 +100,7 @@ def test_every_logit_is_bounded_by_the_queries() -> None:
     assert (logits.abs() <= bound[..., None] + 1e-5)[..., seen].all()
 
 
-def test_shift_puts_distances_where_their_keys_are() -> None:
+def test_shift_puts_distances_where_their_keys_are():
     n, m = 3, 5
     distances = (m - 1 - torch.arange(m)).expand(1, 1, n, m).double()
     moved = shift(distances)[0, 0]
@@ -112,7 +109,7 @@ def test_shift_puts_distances_where_their_keys_are() -> None:
             assert moved[i, j] == m - n + i - j
 
 
-def test_the_papers_model_has_the_papers_size() -> None:
+def test_the_papers_model_has_the_papers_size():
     """151M: the shipped yaml on WikiText-103's dictionary, without memory for its weights."""
     model = configuration("wikitext103-transformer-xl").model
     sizes = {name: model[name] for name in ("d_model", "n_head", "d_head", "d_inner", "n_layer", "div_val", "mem_len")}
@@ -122,7 +119,7 @@ def test_the_papers_model_has_the_papers_size() -> None:
     assert sum(parameter.numel() for parameter in made.parameters()) == 151_123_537
 
 
-def train(tools: Tools, data: Path, *arguments, updates: int = 4) -> str:
+def train(tools, data, *arguments, updates=4):
     given = [
         data,
         "--user-dir",
@@ -139,7 +136,7 @@ def train(tools: Tools, data: Path, *arguments, updates: int = 4) -> str:
     return tools("train", *given, "--log-format", "simple", "--log-interval", "1", *SHAPE.split(), *arguments)
 
 
-def test_trains_as_stock_and_evaluates_with_a_longer_memory(tools: Tools, lm_data: Path, tmp_path: Path) -> None:
+def test_trains_as_stock_and_evaluates_with_a_longer_memory(tools, lm_data, tmp_path):
     stock = train(tools, lm_data, "--arch", "transformer_xl", "--save-dir", tmp_path / "stock", updates=9)
     given = ["--arch", "quest_transformer_xl", "--attention", "standard", "--save-dir", tmp_path / "ours"]
     assert losses(train(tools, lm_data, *given, updates=9)) == losses(stock)
@@ -156,9 +153,7 @@ def test_trains_as_stock_and_evaluates_with_a_longer_memory(tools: Tools, lm_dat
         tools("eval_lm", *evaluate, "--model-overrides", "{'attention': 'standard'}")
 
 
-def test_the_shipped_yaml_trains_by_hydra(
-    tools: Tools, lm_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_shipped_yaml_trains_by_hydra(tools, lm_data, tmp_path, monkeypatch):
     """As the README says, with smaller numbers; then the README's evaluation with a longer memory."""
     monkeypatch.chdir(tmp_path)
     smaller = "n_layer=2 d_model=16 n_head=4 d_head=4 d_inner=32 mem_len=12"

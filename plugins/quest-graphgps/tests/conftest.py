@@ -1,7 +1,5 @@
 """Tests in GraphGPS, which is on no package index, run only if QUEST_GRAPHGPS_ROOT names a checkout."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -26,7 +24,7 @@ def pytest_report_header() -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _say_what_did_not_run(record_testsuite_property) -> None:
+def _say_what_did_not_run(record_testsuite_property):
     if not ROOT:
         record_testsuite_property("not run", NOT_RUN)  # ./dev test repeats it in its summary
 

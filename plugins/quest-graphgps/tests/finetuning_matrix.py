@@ -3,8 +3,6 @@
 Writes runs into FOLDER, starts models from them as main.py does with pretrained.dir, and compares with the table.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

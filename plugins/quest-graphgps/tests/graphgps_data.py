@@ -1,7 +1,5 @@
 """Small made-up files where GraphGPS's own loaders look for downloads, in the layout of those."""
 
-from __future__ import annotations
-
 import gzip
 import pickle
 from pathlib import Path

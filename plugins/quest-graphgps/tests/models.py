@@ -1,7 +1,5 @@
 """Small models and batches of graphs for the tests."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Sequence
 from pathlib import Path

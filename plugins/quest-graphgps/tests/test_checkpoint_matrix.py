@@ -3,12 +3,9 @@
 The table is in docs/checkpoints.md. The loader of GraphGPS is tested in test_real_graphgps.py.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,65 +26,65 @@ def _quiet_and_clean(caplog):
     set_cfg(cfg)
 
 
-def conv(name: str) -> torch.nn.Module:
+def conv(name):
     """GPSConv with `attention` in its attn_kwargs."""
     return ConvModel(0.0, attention=None if name == "stock" else name)
 
 
-def gym(name: str, attention_from: str | None = None) -> GraphGymModule:
+def gym(name, attention_from=None):
     configure()
     cfg.merge_from_list(["gt.attention", "None" if name == "stock" else name, "gt.attention_from", str(attention_from)])
     return create_model(dim_in=3, dim_out=2)
 
 
-def batches() -> DataLoader:
+def batches():
     return DataLoader([graph(n, None) for n in (5, 6)], batch_size=2)
 
 
-def save_by_graphgym(name: str, folder: Path) -> None:
+def save_by_graphgym(name, folder):
     model = gym(name)
     cfg.run_dir = str(folder)
     save_ckpt(model, torch.optim.AdamW(model.parameters()), epoch=3)
 
 
-def save_by_lightning(name: str, folder: Path, *callbacks: EMAWeightAveraging) -> None:
+def save_by_lightning(name, folder, *callbacks):
     run = trainer(max_epochs=1, limit_val_batches=0, callbacks=list(callbacks))
     run.fit(gym(name), batches())
     run.save_checkpoint(folder / "last.ckpt")
 
 
-def save_average(name: str, folder: Path) -> None:
+def save_average(name, folder):
     save_by_lightning(name, folder, EMAWeightAveraging())
 
 
-def resume(model: GraphGymModule, folder: Path) -> None:
+def resume(model, folder):
     cfg.run_dir = str(folder)
     assert load_ckpt(model, torch.optim.AdamW(model.parameters())) == 4
 
 
-def evaluate(model: GraphGymModule, folder: Path) -> None:
+def evaluate(model, folder):
     cfg.run_dir = str(folder)
     assert load_ckpt(model) == 4
 
 
-def fit(model: GraphGymModule, folder: Path) -> None:
+def fit(model, folder):
     trainer(max_epochs=1, limit_val_batches=0).fit(model, batches(), ckpt_path=folder / "last.ckpt")
 
 
-def fit_average(model: GraphGymModule, folder: Path) -> None:
+def fit_average(model, folder):
     trainer(max_epochs=1, limit_val_batches=0, callbacks=[EMAWeightAveraging()]).fit(
         model, batches(), ckpt_path=folder / "last.ckpt"
     )
 
 
-def test(model: GraphGymModule, folder: Path) -> None:
+def test(model, folder):
     trainer(max_epochs=1, limit_val_batches=0).test(model, batches(), ckpt_path=folder / "last.ckpt", verbose=False)
 
 
-test.__test__ = False  # type: ignore[attr-defined]
+test.__test__ = False
 
 
-def load_from_checkpoint(model: GraphGymModule, folder: Path) -> None:
+def load_from_checkpoint(model, folder):
     """It builds another model from the same config."""
     GraphGymModule.load_from_checkpoint(folder / "last.ckpt", dim_in=3, dim_out=1, cfg=cfg, weights_only=False)
 
@@ -104,10 +101,10 @@ GYM: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
 """A loader in the table -> how the checkpoint was saved, and how it is loaded."""
 
 
-def by_graphgym(loader: str, folder: Path) -> matrix.Load:
+def by_graphgym(loader, folder):
     save, load = GYM[loader]
 
-    def run(checkpoint: str, model: str, attention_from: str | None = None) -> None:
+    def run(checkpoint, model, attention_from=None):
         written = folder / checkpoint
         if not written.exists():
             written.mkdir()
@@ -117,7 +114,7 @@ def by_graphgym(loader: str, folder: Path) -> matrix.Load:
     return run
 
 
-def plain(checkpoint: str, model: str, strict: bool = True) -> None:
+def plain(checkpoint, model, strict=True):
     conv(model).load_state_dict(conv(checkpoint).state_dict(), strict=strict)
 
 
@@ -127,16 +124,16 @@ PLAIN = {
 }
 
 
-def test_the_table_has_these_loaders() -> None:
+def test_the_table_has_these_loaders():
     assert matrix.committed("GraphGPS").keys() == {*PLAIN, *GYM, "`pretrained.dir`"}
 
 
 @pytest.mark.parametrize("loader", PLAIN)
-def test_a_state_dict_of_another_attention(loader: str) -> None:
+def test_a_state_dict_of_another_attention(loader):
     matrix.check_loader(PLAIN[loader], "GraphGPS", loader, named=False)
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("loader", GYM)
-def test_a_checkpoint_of_another_attention(loader: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_attention(loader, tmp_path):
     matrix.check_loader(by_graphgym(loader, tmp_path), "GraphGPS", loader)

@@ -1,7 +1,5 @@
 """The shipped configs: their commented start is one that GPS takes, and the suites' defaults are theirs."""
 
-from __future__ import annotations
-
 from importlib.resources import files
 from pathlib import Path
 
@@ -18,7 +16,7 @@ OFFERED = [*sorted((Path(str(files("quest_graphgps"))) / "configs").glob("*.yaml
 
 
 @pytest.mark.parametrize("path", OFFERED, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_the_commented_start_builds(path, tmp_path) -> None:
+def test_the_commented_start_builds(path, tmp_path):
     set_cfg(cfg)
     (tmp_path / path.name).write_text(with_start(path))
     cfg.merge_from_file(str(tmp_path / path.name))
@@ -31,7 +29,7 @@ def test_the_commented_start_builds(path, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("suite", [name for name in SUITES if "paper" in SUITES[name]])
-def test_the_defaults_of_a_suite_are_those_of_its_config(suite) -> None:
+def test_the_defaults_of_a_suite_are_those_of_its_config(suite):
     set_cfg(cfg)
     cfg.merge_from_file(str(OFFERED[0].with_name(f"{SUITES[suite]['tasks'][0].lower()}.yaml")))
     default = {option["name"]: option["default"] for option in SUITES[suite]["options"]}

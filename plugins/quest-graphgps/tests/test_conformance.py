@@ -1,7 +1,5 @@
 """PyTorch Geometric's GPSConv and the GPS model of GraphGym through the suite that all adapters inherit."""
 
-from __future__ import annotations
-
 from models import RAGGED, SIZES, ConvModel, EdgeModel, GymModel, configure, conv_inputs, graph, gym_inputs
 from torch_geometric.data import Batch
 

@@ -1,7 +1,5 @@
 """TransformerConv: attention over edges equals attention over all pairs of which the others are hidden."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -16,7 +14,7 @@ from quest_core.errors import CheckpointError, InjectionError, UnsupportedError
 H, C = 3, 8
 
 
-def bipartite(seed: int):
+def bipartite(seed):
     """Features of 7 sources and 5 targets, and edges that leave one target without any."""
     torch.manual_seed(seed)
     pairs = (torch.rand(7, 4) < 0.5).nonzero().T
@@ -48,7 +46,7 @@ def by_hand(conv, x, y, pairs, edges, attention):
 
 @pytest.mark.parametrize("edge_dim", [None, 5])
 @pytest.mark.parametrize("attention", ["standard", "quest", "qknorm"])
-def test_it_equals_plain_steps(attention, edge_dim) -> None:
+def test_it_equals_plain_steps(attention, edge_dim):
     x, y, pairs = bipartite(0)
     edges = None if edge_dim is None else torch.randn(pairs.shape[1], edge_dim).double()
     conv = TransformerConv((6, 4), C, H, edge_dim=edge_dim).double()
@@ -61,7 +59,7 @@ def test_it_equals_plain_steps(attention, edge_dim) -> None:
     assert torch.equal(out, stock) is (attention == "standard")
 
 
-def test_keys_are_scored_once_a_node() -> None:
+def test_keys_are_scored_once_a_node():
     x, y, pairs = bipartite(3)
     conv, _ = quest_core.inject(TransformerConv((6, 4), C, H).double(), "quest")
     shapes = []
@@ -74,7 +72,7 @@ def test_keys_are_scored_once_a_node() -> None:
     assert shapes == [[5, 7], [pairs.shape[1]] * 2]
 
 
-def test_weights_are_returned_and_stock_comes_back() -> None:
+def test_weights_are_returned_and_stock_comes_back():
     x, y, pairs = bipartite(1)
     conv = TransformerConv((6, 4), C, H).double()
     stock = conv((x, y), pairs)
@@ -87,7 +85,7 @@ def test_weights_are_returned_and_stock_comes_back() -> None:
     assert torch.equal(conv((x, y), pairs), stock)
 
 
-def test_the_report_names_both_kinds_and_what_adds_instead_of_multiplying() -> None:
+def test_the_report_names_both_kinds_and_what_adds_instead_of_multiplying():
     model = torch.nn.ModuleList([GPSConv(24, TransformerConv(24, C, H), heads=3), GATConv(24, 8)])
     _, report = quest_core.inject(model, "quest")
     kinds = {r.path: r.host_class for r in report.replacements}
@@ -95,7 +93,7 @@ def test_the_report_names_both_kinds_and_what_adds_instead_of_multiplying() -> N
     assert report.left_alone == ("1",)
 
 
-def test_what_multiplies_and_stays_is_an_error() -> None:
+def test_what_multiplies_and_stays_is_an_error():
     """Neither the names nor the layers of these say that they are attention."""
     kinds = (["a"], [("a", "to", "a")])
     dots = {"attention": True, "heads": 2, "attention_type": "dot_product"}
@@ -110,7 +108,7 @@ def test_what_multiplies_and_stays_is_an_error() -> None:
     assert report.left_alone == ("1", "2", "3", "4")
 
 
-def test_lazy_layers_need_a_batch_first() -> None:
+def test_lazy_layers_need_a_batch_first():
     model = torch.nn.ModuleDict({"conv": TransformerConv(-1, C, H)})
     with pytest.raises(InjectionError, match="'conv' .TransformerConv. has no weights yet.*run the model once before"):
         quest_core.inject(model, "quest")
@@ -119,14 +117,14 @@ def test_lazy_layers_need_a_batch_first() -> None:
 
 
 @pytest.mark.parametrize("attention", ["quest+sigmoid", "sinkhorn", "elliptical", "linear", "quest(kv_heads=1)"])
-def test_what_needs_all_keys_is_an_error_that_says_so(attention) -> None:
+def test_what_needs_all_keys_is_an_error_that_says_so(attention):
     model = torch.nn.ModuleList([TransformerConv(6, C, H), TransformerConv(6, C, H)])
     with pytest.raises(UnsupportedError, match="one by one|cannot change their shape|no weights for the"):
         quest_core.inject(model, attention)
     assert {type(layer) for layer in model} == {TransformerConv}
 
 
-def test_a_checkpoint_of_another_attention_is_an_error() -> None:
+def test_a_checkpoint_of_another_attention_is_an_error():
     conv = TransformerConv(6, C, H)
     stock = {name: x.clone() for name, x in conv.state_dict().items()}
     quest_core.inject(conv, "quest")
@@ -142,7 +140,7 @@ def test_a_checkpoint_of_another_attention_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("attention", ["quest(init=12)", "qknorm"])
-def test_a_reset_starts_the_attention_again(attention) -> None:
+def test_a_reset_starts_the_attention_again(attention):
     """Between folds, and in copies that to_hetero makes."""
     conv, _ = quest_core.inject(TransformerConv(6, C, H), attention, fresh=True)
     start = [p.detach().clone() for p in conv.mechanism.parameters()]
@@ -156,7 +154,7 @@ def test_a_reset_starts_the_attention_again(attention) -> None:
         torch.testing.assert_close(conv.projections.norms(conv, conv.head_sizes, "q"), norms)
 
 
-def test_masks_of_explanations_act_on_copies_too() -> None:
+def test_masks_of_explanations_act_on_copies_too():
     torch.manual_seed(0)
     x, pairs = torch.randn(5, 6), torch.randint(5, (2, 12))
     conv, _ = quest_core.inject(TransformerConv(6, C, H), "quest")
@@ -167,7 +165,7 @@ def test_masks_of_explanations_act_on_copies_too() -> None:
 
 
 @pytest.mark.parametrize("attention", ["standard", "quest"])
-def test_a_monitor_sees_the_logits_of_edges(attention) -> None:
+def test_a_monitor_sees_the_logits_of_edges(attention):
     x, y, pairs = bipartite(2)
     conv, _ = quest_core.inject(TransformerConv((6, 4), C, H).double(), attention)
     out = conv((x, y), pairs)

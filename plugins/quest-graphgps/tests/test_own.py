@@ -1,7 +1,5 @@
 """GraphGPS's own trainer as a suite; a stand-in for main.py writes what GraphGym writes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Batches of graphs of very different sizes: packing gives the padded result."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -33,7 +31,7 @@ def packed(monkeypatch):
     return calls
 
 
-def model(spec: str, dropout: float = 0.0):
+def model(spec, dropout=0.0):
     torch.manual_seed(0)
     return quest_core.inject(ConvModel(dropout), spec, fresh=True)[0].double()
 
@@ -44,7 +42,7 @@ def inputs(sizes):
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_packed_equals_padded(spec, packed, monkeypatch) -> None:
+def test_packed_equals_padded(spec, packed, monkeypatch):
     """Outputs and gradients."""
     # Packed nodes draw pgqa's noise from other places of the random stream, so here it is computed from the weights.
     monkeypatch.setattr(torch, "randn_like", lambda weights: (50 * weights).sin())
@@ -67,7 +65,7 @@ def test_packed_equals_padded(spec, packed, monkeypatch) -> None:
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
-def test_noise_of_pgqa_is_drawn_where_nodes_are_packed() -> None:
+def test_noise_of_pgqa_is_drawn_where_nodes_are_packed():
     layers, without = model("quest+pgqa(kv_heads=2)"), model("quest+gqa(kv_heads=2)")
     set_attention_from(without, "quest+pgqa(kv_heads=2)")
     without.load_state_dict(layers.state_dict())
@@ -80,7 +78,7 @@ def test_noise_of_pgqa_is_drawn_where_nodes_are_packed() -> None:
     assert torch.equal(layers(*x), one)
 
 
-def test_a_batch_is_packed_where_its_logits_cost_more_than_copies(packed) -> None:
+def test_a_batch_is_packed_where_its_logits_cost_more_than_copies(packed):
     layers = model("quest", dropout=0.5)
     layers(*inputs(SIZES))
     assert not packed
@@ -88,7 +86,7 @@ def test_a_batch_is_packed_where_its_logits_cost_more_than_copies(packed) -> Non
     assert len(packed) == 2
 
 
-def test_padding_without_values_is_not_read(packed) -> None:
+def test_padding_without_values_is_not_read(packed):
     attn = model("quest").convs[0].attn.eval()
     hidden = torch.arange(24) >= torch.tensor([[24], [2], [3]])
     x = torch.randn(3, 24, 16, dtype=torch.double)
@@ -106,7 +104,7 @@ def test_padding_without_values_is_not_read(packed) -> None:
     assert packed
 
 
-def test_the_rule_is_applied_again_to_other_padding() -> None:
+def test_the_rule_is_applied_again_to_other_padding():
     """Layers of one batch share a plan; another batch, also in the same tensor, and another rule do not."""
     hidden = torch.arange(20) >= torch.tensor([[20], [2], [3]])
     plan = attention.ragged_plan(hidden, 2)
@@ -120,7 +118,7 @@ def test_the_rule_is_applied_again_to_other_padding() -> None:
     assert attention.ragged_plan(torch.ones(3, 20, dtype=torch.bool), 2, always=True) is None
 
 
-def test_standard_keeps_the_hosts_random_numbers_where_it_drops_weights(packed) -> None:
+def test_standard_keeps_the_hosts_random_numbers_where_it_drops_weights(packed):
     layers = model("standard", dropout=0.5)
     layers(*inputs(RAGGED))
     assert not packed
@@ -128,7 +126,7 @@ def test_standard_keeps_the_hosts_random_numbers_where_it_drops_weights(packed) 
     assert len(packed) == 2
 
 
-def test_weights_of_packed_nodes_are_dropped(packed) -> None:
+def test_weights_of_packed_nodes_are_dropped(packed):
     attn, x = model("quest", dropout=0.5).convs[0].attn, inputs(RAGGED)[0]
     real = torch.arange(max(RAGGED)) < torch.tensor(RAGGED)[:, None]
     dense = torch.zeros(*real.shape, 16, dtype=torch.double)
@@ -141,7 +139,7 @@ def test_weights_of_packed_nodes_are_dropped(packed) -> None:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("spec", ["standard", "quest", "sinkhorn", "elliptical"])
 @pytest.mark.parametrize("sizes", [(3, 0, 4), (24, 0, 2, 1)], ids=["padded", "packed"])
-def test_empty_graphs_are_finite(spec, sizes, training) -> None:
+def test_empty_graphs_are_finite(spec, sizes, training):
     """PyTorch gives NaN to a fully hidden row and its gradient if weights are requested."""
     layers = model(spec).train(training)
     x = torch.randn(sum(sizes), 16, dtype=torch.double, requires_grad=True)
@@ -157,7 +155,7 @@ def test_empty_graphs_are_finite(spec, sizes, training) -> None:
         assert weights.isfinite().all()
 
 
-def test_maps_are_of_the_batch_that_the_host_pads(packed) -> None:
+def test_maps_are_of_the_batch_that_the_host_pads(packed):
     one = model("quest").eval()
     one(*inputs(RAGGED))
     assert packed

@@ -4,8 +4,6 @@ Its configs run for one epoch on few graphs: PATTERN and CLUSTER from the genera
 layout of their downloads.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -40,7 +38,7 @@ SHALLOW = ("gt.layers", "2")
 
 
 @pytest.fixture(scope="session")
-def datasets(tmp_path_factory) -> Path:
+def datasets(tmp_path_factory):
     """Return a folder with small data sets in the layout of the downloads."""
     folder = tmp_path_factory.mktemp("datasets")
     write_all(folder)
@@ -51,7 +49,7 @@ def datasets(tmp_path_factory) -> Path:
 def gps(datasets, tmp_path):
     """gps(config, *options) runs main.py through the plugin's launcher; returns its output and statistics by split."""
 
-    def run(config: str, *options: str, launch=("-m", "quest_graphgps"), name: str = "run", status: int = 0):
+    def run(config, *options, launch=("-m", "quest_graphgps"), name="run", status=0):
         out = tmp_path / name
         command = [sys.executable, *launch, "main.py", "--cfg", config, *QUICK, "dataset.dir", str(datasets)]
         done = subprocess.run(
@@ -73,11 +71,11 @@ def gps(datasets, tmp_path):
     return run
 
 
-def training(found) -> list[tuple[float, float]]:
+def training(found):
     return [(line["loss"], line["accuracy"]) for line in found["train"]]
 
 
-def test_standard_trains_like_stock_to_the_printed_digits(gps) -> None:
+def test_standard_trains_like_stock_to_the_printed_digits(gps):
     _, stock = gps(PATTERN, "optim.max_epoch", "2", launch=(), name="stock")
     said, ours = gps(PATTERN, "optim.max_epoch", "2", "gt.attention", "standard", name="standard")
     assert "attention=standard in 6 modules (MultiheadAttention; 99,840 parameters as before)" in said
@@ -99,7 +97,7 @@ Path({file!r}).write_text(json.dumps(calls))
 """
 
 
-def test_the_log_has_what_attention_does_in_every_layer(gps, tmp_path, monkeypatch) -> None:
+def test_the_log_has_what_attention_does_in_every_layer(gps, tmp_path, monkeypatch):
     file = tmp_path / "calls.json"
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
     options = ("gnn.watch_attention", "1", "train.batch_size", "1000")  # one batch
@@ -138,14 +136,14 @@ Those of ZINC that save the best epoch and evaluate it again have a test of thei
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_config_that_the_data_allows(gps, name) -> None:
+def test_every_config_that_the_data_allows(gps, name):
     said, found = gps(f"configs/GPS/{name}.yaml", "gt.attention", "quest")
     assert f"attention=quest in {CONFIGS[name]} modules" in said
     assert sorted(found) == ["test", "train", "val"]
     assert all(math.isfinite(line[0]["loss"]) for line in found.values())
 
 
-def test_the_best_epoch_is_saved_and_evaluated_with_the_attention_it_was_trained_with(gps, tmp_path) -> None:
+def test_the_best_epoch_is_saved_and_evaluated_with_the_attention_it_was_trained_with(gps, tmp_path):
     said, trained = gps("configs/GPS/zinc-GPS+RWSE-ckptbest.yaml", "gt.attention", "quest", name="trained")
     best = tmp_path / "trained" / "zinc-GPS+RWSE-ckptbest-quest"
     inference = "configs/GPS/zinc-GPS+RWSE-inference.yaml"
@@ -168,19 +166,19 @@ def test_the_best_epoch_is_saved_and_evaluated_with_the_attention_it_was_trained
     ],
     ids=["quest", "options", "elliptical", "sigmoid", "float masks", "linear", "Graphormer"],
 )
-def test_attention_from_the_command_line(gps, config, options, attention) -> None:
+def test_attention_from_the_command_line(gps, config, options, attention):
     said, found = gps(config, *SHALLOW, *options)
     assert f"attention={attention} modules" in said
     assert all(line[0]["loss"] == line[0]["loss"] for line in found.values())
 
 
-def test_weights_that_a_mechanism_has_not_cannot_be_logged(gps) -> None:
+def test_weights_that_a_mechanism_has_not_cannot_be_logged(gps):
     options = ("gt.attention", "linear", "gt.attn_dropout", "0.0", "train.mode", "log-attn-weights")
     printed, _ = gps(ZINC, *SHALLOW, *options, status=1)
     assert "the host reads attention weights and it has none" in printed
 
 
-def test_attention_from_yaml_and_the_shipped_configs(gps, tmp_path) -> None:
+def test_attention_from_yaml_and_the_shipped_configs(gps, tmp_path):
     import quest_graphgps
 
     shipped = Path(quest_graphgps.__file__).parent / "configs"
@@ -189,7 +187,7 @@ def test_attention_from_yaml_and_the_shipped_configs(gps, tmp_path) -> None:
         assert "attention=quest in 2 modules" in said
 
 
-def test_a_mapping_from_yaml_is_kept_as_text_and_survives_a_resumed_run(gps, tmp_path) -> None:
+def test_a_mapping_from_yaml_is_kept_as_text_and_survives_a_resumed_run(gps, tmp_path):
     own = tmp_path / "own.yaml"
     own.write_text((ROOT / ZINC).read_text().replace("gt:\n", "gt:\n  attention: quest+gqa(kv_heads=2)\n", 1))
     options = (*SHALLOW, "train.auto_resume", "True")
@@ -201,7 +199,7 @@ def test_a_mapping_from_yaml_is_kept_as_text_and_survives_a_resumed_run(gps, tmp
     assert [line["epoch"] for line in found["train"]] == [0, 1]
 
 
-def test_one_file_dropped_into_graphgps_is_enough(datasets, tmp_path) -> None:
+def test_one_file_dropped_into_graphgps_is_enough(datasets, tmp_path):
     checkout = tmp_path / "GraphGPS"
     shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".git", "datasets", "results", "*.zip"))
     (checkout / "graphgps" / "network" / "quest.py").write_text("import quest_graphgps\n")
@@ -213,7 +211,7 @@ def test_one_file_dropped_into_graphgps_is_enough(datasets, tmp_path) -> None:
     assert "attention=quest in 2 modules" in done.stdout + done.stderr
 
 
-def test_checkpoints_resume_and_fine_tune(gps, tmp_path) -> None:
+def test_checkpoints_resume_and_fine_tune(gps, tmp_path):
     """A run goes on in the folder of its attention, and is a start for fine-tuning."""
     standard = (*SHALLOW, "train.auto_resume", "True", "gt.attention", "standard")
     gps(ZINC, *standard)
@@ -233,7 +231,7 @@ def test_checkpoints_resume_and_fine_tune(gps, tmp_path) -> None:
     assert "trained with standard attention" not in said
 
 
-def test_a_quest_run_cannot_be_evaluated_without_the_plugin(gps, tmp_path) -> None:
+def test_a_quest_run_cannot_be_evaluated_without_the_plugin(gps, tmp_path):
     gps(ZINC, *SHALLOW, "gt.attention", "quest", name="trained")
     run = str(tmp_path / "trained" / "zinc-GPS+RWSE-quest")
     for mode in ("inference-only", "custom"):
@@ -253,7 +251,7 @@ def test_a_quest_run_cannot_be_evaluated_without_the_plugin(gps, tmp_path) -> No
         ("gt.attention", "quest(kv_heads=3)"),
     ],
 )
-def test_a_refused_config_leaves_the_previous_run_as_it_was(gps, options, tmp_path) -> None:
+def test_a_refused_config_leaves_the_previous_run_as_it_was(gps, options, tmp_path):
     names = ("zinc-GPS+RWSE" + tag for tag in ("", "-qest", "-quest", "-linear", "-quest+gqa-kv_heads=3"))
     previous = {tmp_path / "run" / name / "0" / "ckpt" / "0.ckpt" for name in names}
     for path in previous:
@@ -264,7 +262,7 @@ def test_a_refused_config_leaves_the_previous_run_as_it_was(gps, options, tmp_pa
     assert {path for path in (tmp_path / "run").rglob("*") if path.is_file()} == previous
 
 
-def test_a_start_from_a_checkpoint_of_another_attention(tmp_path) -> None:
+def test_a_start_from_a_checkpoint_of_another_attention(tmp_path):
     script = Path(__file__).with_name("finetuning_matrix.py")
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
@@ -272,7 +270,7 @@ def test_a_start_from_a_checkpoint_of_another_attention(tmp_path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_attention_weights_are_logged(gps, tmp_path) -> None:
+def test_attention_weights_are_logged(gps, tmp_path):
     gps(ZINC, *SHALLOW, "gt.attention", "quest", "train.mode", "log-attn-weights")
     (saved,) = (tmp_path / "run").glob("*/0/graph_attn_stats.pt")
     graphs = torch.load(saved, weights_only=False)
@@ -284,7 +282,7 @@ def test_attention_weights_are_logged(gps, tmp_path) -> None:
             assert weights[:, :, n:].abs().sum() == 0
 
 
-def test_parameters_are_those_of_the_plugins_own_model(datasets) -> None:
+def test_parameters_are_those_of_the_plugins_own_model(datasets):
     """Names, shapes and results: what trains in `quest_suites.graphgps.gps` is GraphGPS's model."""
     state = (
         "import sys, torch\n"

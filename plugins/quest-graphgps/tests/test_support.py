@@ -1,7 +1,5 @@
 """What a model of PyTorch Geometric's GPSConv takes: see devtools.support."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -13,7 +11,7 @@ import quest_graphgps  # noqa: F401
 from devtools.support import check
 
 
-def train(attention: str) -> None:
+def train(attention):
     layers = nn.ModuleList(GPSConv(16, GINConv(nn.Linear(16, 16)), heads=4) for _ in range(2))
     layers, _ = quest_core.inject(layers, attention)
     x, edges, batch = torch.randn(12, 16), torch.randint(12, (2, 30)), torch.tensor([0] * 5 + [1] * 7)
@@ -24,5 +22,5 @@ def train(attention: str) -> None:
     assert loss.isfinite()
 
 
-def test_the_table_of_support() -> None:
+def test_the_table_of_support():
     check(Path(__file__).with_name("support.json"), "PyTorch Geometric", train, {})

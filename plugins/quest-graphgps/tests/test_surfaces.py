@@ -1,7 +1,5 @@
 """What users touch: GPSConv's arguments, GraphGym's configs from yaml and command line, plain inject, the launcher."""
 
-from __future__ import annotations
-
 import logging
 import re
 import warnings
@@ -33,7 +31,7 @@ HERE = Path(__file__).parent
 # --- GPSConv --------------------------------------------------------------------------------------------------------
 
 
-def test_gps_conv_takes_attention_in_attn_kwargs() -> None:
+def test_gps_conv_takes_attention_in_attn_kwargs():
     conv = GPSConv(16, None, heads=4, attn_type="multihead", attn_kwargs={"attention": "quest", "dropout": 0.5})
     assert isinstance(conv.attn, GraphAttention)
     assert (str(conv.attn.config), conv.attn.dropout) == ("quest", 0.5)
@@ -46,7 +44,7 @@ def test_gps_conv_takes_attention_in_attn_kwargs() -> None:
     conv.reset_parameters()
 
 
-def test_gps_conv_leaves_the_conv_that_it_is_given() -> None:
+def test_gps_conv_leaves_the_conv_that_it_is_given():
     conv = TransformerConv(16, 8, heads=2)
     before = conv.lin_query.weight.clone()
     made = GPSConv(16, conv, heads=4, attn_kwargs={"attention": "quest+sigmoid"})  # which no TransformerConv can have
@@ -57,13 +55,13 @@ def test_gps_conv_leaves_the_conv_that_it_is_given() -> None:
     assert [r.path for r in made.attention_report.replacements] == ["attn"]
 
 
-def test_gps_conv_without_attention_is_untouched() -> None:
+def test_gps_conv_without_attention_is_untouched():
     for options in ({"dropout": 0.1}, {"dropout": 0.1, "attention": None}):
         attn = GPSConv(16, None, heads=4, attn_kwargs=options).attn
         assert (type(attn), attn.dropout) == (nn.MultiheadAttention, 0.1)
 
 
-def test_gps_conv_says_where_options_of_the_attention_belong() -> None:
+def test_gps_conv_says_where_options_of_the_attention_belong():
     with pytest.raises(ConfigError, match=r"no option 'kv_heads'; write .*\{'name': 'quest', 'kv_heads': 2\}"):
         GPSConv(16, None, heads=4, attn_kwargs={"attention": "quest", "kv_heads": 2})
     right = GPSConv(16, None, heads=4, attn_kwargs={"attention": {"name": "quest", "kv_heads": 2}})
@@ -86,12 +84,12 @@ def test_gps_conv_says_where_options_of_the_attention_belong() -> None:
         ("multihead", "elliptical", InjectionError, "compares each layer with the one before it"),
     ],
 )
-def test_gps_conv_refuses_by_name(attn_type, attention, error, said) -> None:
+def test_gps_conv_refuses_by_name(attn_type, attention, error, said):
     with pytest.raises(error, match=said):
         GPSConv(16, None, heads=4, attn_type=attn_type, attn_kwargs={"attention": attention})
 
 
-def test_plain_inject_finds_the_hosts_and_other_attention() -> None:
+def test_plain_inject_finds_the_hosts_and_other_attention():
     model = nn.ModuleDict({"gps": ConvModel(0.0), "pool": nn.MultiheadAttention(16, 4)})
     _, report = quest_core.inject(model, "quest")
     assert [(r.path, r.adapter) for r in report.replacements] == [
@@ -102,7 +100,7 @@ def test_plain_inject_finds_the_hosts_and_other_attention() -> None:
 
 
 @pytest.mark.parametrize("attention", ["kdgqa(kv_heads=2)", "aft-full(max_length=16)"])
-def test_set_poolings_refuse_what_graphs_cannot_have(attention) -> None:
+def test_set_poolings_refuse_what_graphs_cannot_have(attention):
     pool = SetTransformerAggregation(16, heads=4)
     with pytest.raises(
         UnsupportedError, match="MultiheadAttention at .* of graphgps: .*(needs ordered|the whole batch)"
@@ -121,7 +119,7 @@ def _clean_config():
     set_cfg(cfg)
 
 
-def build(*opts: str):
+def build(*opts):
     configure()
     cfg.merge_from_list(list(opts))
     torch.manual_seed(0)
@@ -145,7 +143,7 @@ def build(*opts: str):
         (("gnn.attention", "sinkhorn(iterations=5)"), "sinkhorn(iterations=5)"),
     ],
 )
-def test_configs_choose_attention(opts, attention, capsys) -> None:
+def test_configs_choose_attention(opts, attention, capsys):
     model = build(*opts)
     assert model.attention_report.attention == attention
     assert [r.path for r in model.attention_report.replacements] == ["layers.0.self_attn", "layers.1.self_attn"]
@@ -179,12 +177,12 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("opts", "error", "said"), WRONG)
-def test_load_cfg_refuses_before_a_main_touches_anything(opts, error, said, tmp_path) -> None:
+def test_load_cfg_refuses_before_a_main_touches_anything(opts, error, said, tmp_path):
     with pytest.raises(error, match=said):
         load(tmp_path, SMALL, *("" if word == "''" else word for word in opts.split()))
 
 
-def load(folder: Path, text: str, *opts: str) -> None:
+def load(folder, text, *opts):
     """Load a yaml and a command line as a main does."""
     set_cfg(cfg)
     (folder / "own.yaml").write_text(text)
@@ -192,12 +190,12 @@ def load(folder: Path, text: str, *opts: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["{name: quest}", "{quest: {kv_heads: 2}}"])
-def test_a_mapping_in_a_yaml_says_what_to_write(text, tmp_path) -> None:
+def test_a_mapping_in_a_yaml_says_what_to_write(text, tmp_path):
     with pytest.raises(ConfigError, match="has no key gnn.(attention|quest); write .* as one text"):
         load(tmp_path, f"gnn: {text}" if "{quest" in text else f"gnn: {{attention: {text}}}")
 
 
-def test_errors_name_the_keys_of_the_config(tmp_path, monkeypatch) -> None:
+def test_errors_name_the_keys_of_the_config(tmp_path, monkeypatch):
     monkeypatch.setitem(register.network_dict, "partial", Partial)
     load(tmp_path, SMALL, "model.type", "partial", "gnn.attention", "quest")
     with pytest.raises(InjectionError, match=r"'pool' \(PoolingAttention\).*say gnn.allow_partial: True"):
@@ -213,7 +211,7 @@ def test_errors_name_the_keys_of_the_config(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.parametrize("written", ["quest+gqa(kv_heads=2)", "quest(kv_heads=2)"])
 @pytest.mark.parametrize("section", ["gt", "gnn"])
-def test_yaml_takes_the_text(section, written, tmp_path) -> None:
+def test_yaml_takes_the_text(section, written, tmp_path):
     """The dumped config means the same when it is read again."""
     configure()
     path = tmp_path / "own.yaml"
@@ -227,7 +225,7 @@ def test_yaml_takes_the_text(section, written, tmp_path) -> None:
     assert requested(again) == requested(cfg)
 
 
-def test_a_network_of_ones_own_takes_gnn_attention() -> None:
+def test_a_network_of_ones_own_takes_gnn_attention():
     """Without GraphGPS: a registered network of GPSConv layers."""
 
     class Own(nn.Module):
@@ -244,7 +242,7 @@ def test_a_network_of_ones_own_takes_gnn_attention() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_shipped_configs_refuse_several_processes(name, monkeypatch) -> None:
+def test_shipped_configs_refuse_several_processes(name, monkeypatch):
     """Their loop has no launcher: a start by torchrun would train as many whole models into one folder."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     configure()
@@ -254,7 +252,7 @@ def test_shipped_configs_refuse_several_processes(name, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_shipped_configs_build_the_papers_models(name) -> None:
+def test_shipped_configs_build_the_papers_models(name):
     """Parameters as the paper counts them (tables A10 and A11)."""
     set_cfg(cfg)
     cfg.merge_from_file(str(files("quest_graphgps") / "configs" / name))
@@ -272,7 +270,7 @@ def test_shipped_configs_build_the_papers_models(name) -> None:
     assert model.model.attention_report.attention == "quest"
 
 
-def test_load_cfg_accepts_what_can_be_built(tmp_path) -> None:
+def test_load_cfg_accepts_what_can_be_built(tmp_path):
     path = tmp_path / "own.yaml"
     path.write_text(SMALL)
     state = torch.get_rng_state()
@@ -283,7 +281,7 @@ def test_load_cfg_accepts_what_can_be_built(tmp_path) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_gps_conv_takes_attention_from() -> None:
+def test_gps_conv_takes_attention_from():
     stock = GPSConv(16, None, heads=4).state_dict()
     conv = GPSConv(16, None, heads=4, attn_kwargs={"attention": "quest(kv_heads=2)", "attention_from": "standard"})
     with warnings.catch_warnings():
@@ -307,14 +305,14 @@ class Partial(nn.Module):
         self.pool = PoolingAttention()
 
 
-def test_a_partial_replacement_needs_allow_partial(monkeypatch) -> None:
+def test_a_partial_replacement_needs_allow_partial(monkeypatch):
     monkeypatch.setitem(register.network_dict, "partial", Partial)
     model = build("model.type", "partial", "gnn.attention", "quest", "gnn.allow_partial", "True")
     assert [r.path for r in model.attention_report.replacements] == ["conv.attn", "mix"]
     assert model.attention_report.left_alone == ("pool",)
 
 
-def test_the_hosts_log_has_the_report_and_the_warning(tmp_path) -> None:
+def test_the_hosts_log_has_the_report_and_the_warning(tmp_path):
     """GraphGym's own file: set_printing gives the root logger a handler for logging.log in the run's folder."""
     root, handlers, level = logging.getLogger(), logging.root.handlers, logging.root.level
     stock = build().state_dict()
@@ -341,11 +339,11 @@ def test_the_hosts_log_has_the_report_and_the_warning(tmp_path) -> None:
 MAIN = HERE.parents[2] / "examples" / "graphgps" / "main.py"
 
 
-def losses(text: str) -> list[str]:
+def losses(text):
     return [line for line in text.splitlines() if line.startswith(("train:", "val:", "test:"))]
 
 
-def test_standard_trains_like_stock_in_graphgym_to_the_printed_digits() -> None:
+def test_standard_trains_like_stock_in_graphgym_to_the_printed_digits():
     """Seeded, with the paper's dropout, on batches of PATTERN-like graphs."""
     from torch_geometric.data import Batch
     from torch_geometric.graphgym.loss import compute_loss
@@ -371,7 +369,7 @@ EXAMPLE = MAIN.with_name("pattern.yaml")
 
 
 @pytest.mark.slow
-def test_the_example_trains_from_yaml_and_command_line_and_standard_prints_stocks_losses(tmp_path) -> None:
+def test_the_example_trains_from_yaml_and_command_line_and_standard_prints_stocks_losses(tmp_path):
     python("-m", "quest_suites.graphgps.data", "PATTERN", "--graphs", "8", "4", "4", cwd=tmp_path)
     printed = {}
     for name, opts in {
@@ -416,7 +414,7 @@ for attention in sys.argv[1:]:
 
 
 @pytest.mark.slow
-def test_plain_graphgym_takes_any_network_and_names_the_run_after_its_attention(tmp_path) -> None:
+def test_plain_graphgym_takes_any_network_and_names_the_run_after_its_attention(tmp_path):
     """Without a key of GraphGPS, with PyTorch Geometric's own loading; one run does not delete another's results."""
     (tmp_path / "own.py").write_text(PLAIN)
     (tmp_path / "own.yaml").write_text("model: {type: own}\naccelerator: cpu\n")
@@ -427,7 +425,7 @@ def test_plain_graphgym_takes_any_network_and_names_the_run_after_its_attention(
     assert runs == ["own", "own-quest", "own-quest-init=2.0-scale=0.5"]
 
 
-def test_graphgps_names_the_run_after_its_attention(tmp_path) -> None:
+def test_graphgps_names_the_run_after_its_attention(tmp_path):
     """Its main makes the folder's name of the config's and `name_tag`."""
     path = tmp_path / "own.yaml"
     path.write_text(SMALL)
@@ -476,7 +474,7 @@ if __name__ == "__main__":
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_processes_that_lightning_starts_train_the_same_model(tmp_path) -> None:
+def test_processes_that_lightning_starts_train_the_same_model(tmp_path):
     """Lightning runs the script again for every further process; the script does not import the plugin."""
     (tmp_path / "own.py").write_text(OWN)
     text = "".join(python("-W", "ignore", "-m", "quest_graphgps", "own.py", cwd=tmp_path))

@@ -1,7 +1,5 @@
 """The benchmark suites: their data, their metrics, and one short cell of each that needs no download."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from dataclasses import replace
@@ -10,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from models import write_superpixels, write_zinc
-from torch import Tensor
 from torch_geometric.data import Data
 
 from devtools.cells import HostSuites, check_resume
@@ -38,7 +35,7 @@ SUITES = {name: suite for name, suite in ALL.items() if "paper" in suite}  # oth
 OURS = list(SUITES)
 
 
-def cell(tmp_path, suite, attention="quest", *, seed=0, data=None, smoke=True, **options) -> Cell:
+def cell(tmp_path, suite, attention="quest", *, seed=0, data=None, smoke=True, **options):
     defaults = {option["name"]: option["default"] for option in SUITES[suite]["options"]}
     task = SUITES[suite]["tasks"][0]
     return Cell(
@@ -50,12 +47,12 @@ def cell(tmp_path, suite, attention="quest", *, seed=0, data=None, smoke=True, *
 
 
 @pytest.fixture(autouse=True)
-def few(monkeypatch) -> None:
+def few(monkeypatch):
     monkeypatch.setattr(tasks, "SMOKE_GRAPHS", (4, 2, 2))
 
 
-def test_a_cell_says_what_it_did(tmp_path) -> None:
-    reported: list[float] = []
+def test_a_cell_says_what_it_did(tmp_path):
+    reported = []
     one = tasks.run_graph(cell(tmp_path, "graph/pattern"), lambda done, _: reported.append(done))
     assert reported == [0.5, 1.0]
     assert one.details["injected"].startswith("attention=quest in 2 modules")
@@ -63,14 +60,14 @@ def test_a_cell_says_what_it_did(tmp_path) -> None:
     assert tasks.run_graph(cell(tmp_path, "graph/pattern", "standard"), lambda *_: None).series != one.series
 
 
-def test_a_cell_of_cluster(tmp_path) -> None:
+def test_a_cell_of_cluster(tmp_path):
     result = tasks.run_graph(cell(tmp_path, "graph/cluster", layers=1), lambda *_: None)
     assert 0 <= result.metrics["accuracy"] <= 100
     assert len(result.series["validation"]) == 2
     assert result.details["injected"].startswith("attention=quest in 1 module")
 
 
-def test_a_cell_reads_the_users_own_data(tmp_path, monkeypatch) -> None:
+def test_a_cell_reads_the_users_own_data(tmp_path, monkeypatch):
     write_raw(tmp_path, "PATTERN", pattern_graphs((4, 2, 2), seed=3))
     monkeypatch.setattr(tasks, "SMOKE_GRAPHS", (3, 2, 2))
     result = tasks.run_graph(cell(tmp_path, "graph/pattern", data=tmp_path), lambda *_: None)
@@ -81,7 +78,7 @@ DOWNLOADED = sorted(name for name in OURS if SUITES[name].get("data_required"))
 
 
 @pytest.mark.parametrize("suite", DOWNLOADED)
-def test_a_cell_reads_downloads_in_pytorch_geometrics_layout(tmp_path, suite, monkeypatch) -> None:
+def test_a_cell_reads_downloads_in_pytorch_geometrics_layout(tmp_path, suite, monkeypatch):
     monkeypatch.setattr(tasks, "SMOKE_GRAPHS", (8, 4, 4))
     if suite == "graph/zinc":
         write_zinc(tmp_path)
@@ -100,13 +97,13 @@ def test_a_cell_reads_downloads_in_pytorch_geometrics_layout(tmp_path, suite, mo
         ("graph/pattern", "lost", "data is '.*lost', which does not exist"),
     ],
 )
-def test_missing_data_is_named(tmp_path, suite, data, said) -> None:
+def test_missing_data_is_named(tmp_path, suite, data, said):
     with pytest.raises(ConfigError, match=said):
         tasks.splits(cell(tmp_path, suite, data=tmp_path / data if data else None))
 
 
 @pytest.mark.parametrize("graphs", [150, 600])
-def test_a_number_of_graphs_that_pattern_cannot_have_is_named(tmp_path, graphs) -> None:
+def test_a_number_of_graphs_that_pattern_cannot_have_is_named(tmp_path, graphs):
     with pytest.raises(ConfigError, match=f"option graphs is {graphs}; .*a multiple of 500"):
         tasks.splits(cell(tmp_path, "graph/pattern", smoke=False, graphs=graphs))
 
@@ -114,7 +111,7 @@ def test_a_number_of_graphs_that_pattern_cannot_have_is_named(tmp_path, graphs) 
 @pytest.mark.parametrize(
     ("graphs", "said"), [(("-5", "1", "1"), "at least one graph"), (("150", "1", "1"), "150 graphs is not a multiple")]
 )
-def test_graphs_that_cannot_be_written_are_refused(tmp_path, graphs, said, capsys) -> None:
+def test_graphs_that_cannot_be_written_are_refused(tmp_path, graphs, said, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["PATTERN", "--graphs", *graphs, "--out", str(tmp_path)])
     assert said in capsys.readouterr().err
@@ -130,21 +127,21 @@ def test_graphs_that_cannot_be_written_are_refused(tmp_path, graphs, said, capsy
         (("CIFAR10", "--images", "x", "--graphs", "1", "5001", "1"), "1 5001 1 graphs; CIFAR10 has at most 45000 5000"),
     ],
 )
-def test_images_that_cannot_be_read_are_refused(tmp_path, arguments, said, capsys) -> None:
+def test_images_that_cannot_be_read_are_refused(tmp_path, arguments, said, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([*arguments, "--out", str(tmp_path)])
     assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def blobs(seed: int, size: int = 4) -> Tensor:
+def blobs(seed, size=4):
     """An image of smooth colours, bytes [3, 32, 32]."""
     small = torch.rand(1, 3, size, size, generator=torch.Generator().manual_seed(seed))
     return (torch.nn.functional.interpolate(small, (32, 32), mode="bicubic").clamp(0, 1)[0] * 255).byte()
 
 
 @pytest.mark.parametrize("image", [*map(blobs, range(4)), blobs(0, 32), torch.full((3, 32, 32), 7).byte()])
-def test_superpixels_are_the_means_of_segments_joined_to_their_eight_nearest(image) -> None:
+def test_superpixels_are_the_means_of_segments_joined_to_their_eight_nearest(image):
     segment = superpixels.segments(image)
     graph = superpixels.superpixels(image, 3, torch.Generator().manual_seed(0))
     nodes = len(segment.unique())
@@ -172,7 +169,7 @@ def test_superpixels_are_the_means_of_segments_joined_to_their_eight_nearest(ima
         torch.testing.assert_close([weight[i][j] for j in mine], others[:8], atol=1e-5, rtol=0)
 
 
-def test_superpixels_of_images_train_a_cell(tmp_path, monkeypatch) -> None:
+def test_superpixels_of_images_train_a_cell(tmp_path, monkeypatch):
     images = torch.stack([torch.cat([torch.tensor([i % 10]).byte(), blobs(i % 20).flatten()]) for i in range(5004)])
     (tmp_path / "data_batch_1.bin").write_bytes(images.numpy().tobytes())
     (tmp_path / "test_batch.bin").write_bytes(images[:3].numpy().tobytes())
@@ -188,7 +185,7 @@ def test_superpixels_of_images_train_a_cell(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("suite", OURS)
-def test_suites_declare_the_metrics_that_their_cells_report(suite) -> None:
+def test_suites_declare_the_metrics_that_their_cells_report(suite):
     (task,) = SUITES[suite]["tasks"]
     declared = SUITES[suite]["metric"], SUITES[suite].get("higher_is_better", True)
     assert tasks.METRICS[task][:2] == declared
@@ -197,7 +194,7 @@ def test_suites_declare_the_metrics_that_their_cells_report(suite) -> None:
 # --- metrics --------------------------------------------------------------------------------------------------------
 
 
-def test_metrics() -> None:
+def test_metrics():
     scores, true = torch.tensor([0.9, 0.8, 0.2, 0.7]), torch.tensor([1, 0, 0, 1])
     halves = [(scores[:2], true[:2]), (scores[2:], true[2:])]
     assert tasks.class_accuracy(halves) == pytest.approx(75)  # both of class 1, one of two of class 0
@@ -206,7 +203,7 @@ def test_metrics() -> None:
     assert tasks.absolute_error([(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 3.0]))]) == pytest.approx(0.5)
 
 
-def test_accuracy_counts_graphs() -> None:
+def test_accuracy_counts_graphs():
     scores = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
     assert tasks.accuracy([(scores, torch.tensor([1, 1])), (scores[:1], torch.tensor([1]))]) == pytest.approx(200 / 3)
 
@@ -214,7 +211,7 @@ def test_accuracy_counts_graphs() -> None:
 # --- data -----------------------------------------------------------------------------------------------------------
 
 
-def test_pattern_follows_its_published_parameters() -> None:
+def test_pattern_follows_its_published_parameters():
     train, val, test = pattern_graphs((300, 100, 100), seed=0)
     assert [len(split) for split in (train, val, test)] == [300, 100, 100]
     nodes = sum(d.num_nodes for d in train) / 300
@@ -242,7 +239,7 @@ def test_pattern_follows_its_published_parameters() -> None:
     assert torch.equal(first, second)
 
 
-def test_cluster_follows_its_published_parameters() -> None:
+def test_cluster_follows_its_published_parameters():
     (train, _, _) = cluster_graphs((200, 1, 1), seed=0)
     assert sum(d.num_edges for d in train) / 200 == pytest.approx(4304, rel=0.1)
     for data in train[:20]:
@@ -254,7 +251,7 @@ def test_cluster_follows_its_published_parameters() -> None:
         assert data.y.bincount().max() <= 34
 
 
-def test_data_is_a_function_of_its_seed() -> None:
+def test_data_is_a_function_of_its_seed():
     one, two, other = (pattern_graphs((3, 1, 1), seed)[0] for seed in (0, 0, 1))
     assert all(torch.equal(a.edge_index, b.edge_index) for a, b in zip(one, two, strict=True))
     assert one[0].num_nodes != other[0].num_nodes or not torch.equal(one[0].edge_index, other[0].edge_index)
@@ -262,7 +259,7 @@ def test_data_is_a_function_of_its_seed() -> None:
         pattern_graphs((150, 1, 1), seed=0)
 
 
-def test_encodings_of_position() -> None:
+def test_encodings_of_position():
     (data,) = cluster_graphs((1, 0, 0), seed=0)[0]
     add_random_walks(add_eigenvectors(data, 5), [1, 2, 3])
     links = adjacency(data)
@@ -283,13 +280,13 @@ def test_encodings_of_position() -> None:
     assert missing.EigVecs[:, -2:].isnan().all()
 
 
-def test_superpixels_carry_their_positions() -> None:
+def test_superpixels_carry_their_positions():
     data = join_positions(Data(x=torch.zeros(2, 3), pos=torch.ones(2, 2, dtype=torch.double)))
     assert data.x.dtype == torch.float32
     assert data.x.tolist() == [[0, 0, 0, 1, 1]] * 2
 
 
-def test_a_stopped_cell_continues_at_its_last_epoch(tmp_path) -> None:
+def test_a_stopped_cell_continues_at_its_last_epoch(tmp_path):
     check_resume(tasks.run_graph, cell(tmp_path, "graph/pattern"), tmp_path, share=0.5)
 
 
@@ -298,13 +295,13 @@ def test_a_stopped_cell_continues_at_its_last_epoch(tmp_path) -> None:
 RATES = {"graphs": 8, "epochs": 2, "layers": 1, "rates": 2, "lowest": 0.0005}
 
 
-def rates(tmp_path, **options) -> Cell:
+def rates(tmp_path, **options):
     defaults = {option["name"]: option["default"] for option in ALL["stability/graph"]["options"]}
     given = {**defaults, **RATES, **options}
     return Cell("stability/graph", "PATTERN", "quest", 0, False, None, given, Path(tempfile.mkdtemp(dir=tmp_path)))
 
 
-def test_every_rate_is_measured_and_watching_the_attention_changes_no_training(tmp_path) -> None:
+def test_every_rate_is_measured_and_watching_the_attention_changes_no_training(tmp_path):
     given = rates(tmp_path)
     result = tasks.run_rates(given, lambda *_: None)
     scores = [result.metrics["accuracy/lr=0.0005"], result.metrics["accuracy/lr=0.0016"]]
@@ -322,13 +319,13 @@ def test_every_rate_is_measured_and_watching_the_attention_changes_no_training(t
     assert result.metrics["accuracy/lr=0.0005"] == plain.metrics["accuracy"]
 
 
-def test_a_rate_that_diverges_counts_as_guessing(tmp_path) -> None:
+def test_a_rate_that_diverges_counts_as_guessing(tmp_path):
     result = tasks.run_rates(rates(tmp_path, lowest=1e30), lambda *_: None)
     assert result.metrics["diverged"] == 2
     assert result.metrics["accuracy"] == 50
 
 
-def test_a_stopped_cell_continues_in_the_middle_of_a_rate(tmp_path) -> None:
+def test_a_stopped_cell_continues_in_the_middle_of_a_rate(tmp_path):
     check_resume(tasks.run_rates, rates(tmp_path), tmp_path, share=0.7)  # the first epoch of the second of two rates
 
 
@@ -336,7 +333,7 @@ def test_a_stopped_cell_continues_in_the_middle_of_a_rate(tmp_path) -> None:
 
 
 @pytest.fixture
-def made_up(tmp_path) -> Path:
+def made_up(tmp_path):
     """Twenty paths of three nodes; the class of graph i is i % 3 + 1, and fold k tests graphs 2k and 2k + 1."""
     folder = tmp_path / "data" / "MADEUP"
     (folder / "10fold_idx").mkdir(parents=True)
@@ -348,7 +345,7 @@ def made_up(tmp_path) -> Path:
     return folder
 
 
-def test_a_seed_is_a_published_fold_and_validation_a_part_of_its_training_graphs(made_up) -> None:
+def test_a_seed_is_a_published_fold_and_validation_a_part_of_its_training_graphs(made_up):
     train, validation, test = tu_fold(made_up, 4)
     assert [graph.y.item() for graph in test] == [8 % 3, 9 % 3]
     assert [len(train), len(validation)] == [16, 2]
@@ -359,13 +356,13 @@ def test_a_seed_is_a_published_fold_and_validation_a_part_of_its_training_graphs
         tu_fold(made_up, 10)
 
 
-def test_an_incomplete_tu_dataset_is_named_before_a_cell_starts(made_up) -> None:
+def test_an_incomplete_tu_dataset_is_named_before_a_cell_starts(made_up):
     assert tu_tasks(made_up.parent)["MADEUP"]["problem"] is None
     (made_up / "10fold_idx" / "test_idx-3.txt").unlink()
     assert "test_idx-3.txt not found" in tu_tasks(made_up.parent)["MADEUP"]["problem"]
 
 
-def test_a_cell_of_a_tu_dataset(tmp_path, made_up) -> None:
+def test_a_cell_of_a_tu_dataset(tmp_path, made_up):
     options = {option["name"]: option["default"] for option in ALL["graph/tu"]["options"]} | {"epochs": 2, "heads": 32}
     one = Cell("graph/tu", "MADEUP", "quest", 4, False, made_up.parent, options, Path(tempfile.mkdtemp(dir=tmp_path)))
     assert tasks.run_rates(one, lambda *_: None).metrics["best accuracy"] in (0, 50, 100)
@@ -377,14 +374,14 @@ def test_a_cell_of_a_tu_dataset(tmp_path, made_up) -> None:
 
 
 @pytest.fixture
-def alcohols(tmp_path) -> Path:
+def alcohols(tmp_path):
     """Methane, and chains of one to nineteen carbons with a hydroxyl; the number of molecule i is i."""
     path = tmp_path / "esol.csv"
     path.write_text("smiles,value\n" + "C,0\n" + "".join(f"{'C' * i}O,{i}\n" for i in range(1, 20)))
     return path
 
 
-def test_molecules_are_split_at_random_and_equal_atoms_have_one_type(alcohols) -> None:
+def test_molecules_are_split_at_random_and_equal_atoms_have_one_type(alcohols):
     parts = molecules(alcohols, 3)
     assert [len(part) for part in parts] == [16, 2, 2]
     everything = [graph for part in parts for graph in part]
@@ -403,7 +400,7 @@ def test_molecules_are_split_at_random_and_equal_atoms_have_one_type(alcohols) -
     assert [g.num_nodes for g in molecules(alcohols, 4)[2]] != [g.num_nodes for g in parts[2]]
 
 
-def test_a_cell_of_molecules(tmp_path, alcohols) -> None:
+def test_a_cell_of_molecules(tmp_path, alcohols):
     assert molecule_tasks(tmp_path)["ESOL"]["problem"] is None
     assert "freesolv.csv not found; fix: git clone" in molecule_tasks(tmp_path)["FreeSolv"]["problem"]
     options = {option["name"]: option["default"] for option in ALL["graph/molecules"]["options"]} | {"epochs": 2}

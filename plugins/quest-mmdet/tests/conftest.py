@@ -1,7 +1,5 @@
 """The tests need what quest-mmengine's `environment/` gives: mmdet without mmcv's compiled operations."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging

@@ -1,7 +1,5 @@
 """The conformance suite for each kind of attention in mmdet."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any, ClassVar
 
@@ -21,16 +19,16 @@ from quest_mmdet.adapter import MmdetAdapter
 class Detector(nn.Module):
     """A detector as a function of images."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config):
         super().__init__()
         self.model = MODELS.build(config)
         self.model.positional_encoding.register_forward_hook(self.in_type)
 
-    def in_type(self, module: nn.Module, inputs: Any, made: Tensor) -> Tensor:
+    def in_type(self, module, inputs, made):
         """mmdet's positions are float32 in a model of any type."""
         return made.to(next(self.model.parameters()).dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         made = self.model(x, samples(len(x), x.shape[-1]), mode="tensor")
         return torch.cat([one.flatten(1) for one in made if isinstance(one, Tensor)], dim=1)
 
@@ -40,7 +38,7 @@ class OfDetector(AdapterConformance):
     compiles = False  # mmdet reads the sizes of images from the samples
     mechanisms = ("quest", "qknorm-hs", "quest+sigmoid", "sinkhorn")
 
-    def make_inputs(self) -> tuple[Any, ...]:
+    def make_inputs(self):
         return (torch.randn(2, 3, 32, 32),)
 
 
@@ -50,7 +48,7 @@ class TestDetr(OfDetector):
     sites = 6
     refused = ("linear", "aft-full", "aft-conv")
 
-    def make_model(self) -> nn.Module:
+    def make_model(self):
         return Detector(small(DETR))
 
 
@@ -62,7 +60,7 @@ class TestDabDetr(OfDetector):
     calibrates = False
     test_a_host_checkpoint_loads_into_fewer_key_heads = None
 
-    def make_model(self) -> nn.Module:
+    def make_model(self):
         config = small(DAB)
         for part in (config.decoder.layer_cfg.self_attn_cfg, config.decoder.layer_cfg.cross_attn_cfg):
             part.attn_drop = 0.1
@@ -72,11 +70,11 @@ class TestDabDetr(OfDetector):
 class Whole(nn.Module):
     """Swin's `train` returns None, so it is not called with `model.eval()(x)`."""
 
-    def __init__(self, backbone: nn.Module) -> None:
+    def __init__(self, backbone):
         super().__init__()
         self.backbone = backbone
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.cat([out.flatten(1) for out in self.backbone(x)], dim=1)
 
 
@@ -85,14 +83,14 @@ class Backbone(AdapterConformance):
     compiles = False  # the classes are those of quest-mmseg's tests
     config: ClassVar[dict[str, Any]]
 
-    def make_model(self) -> nn.Module:
+    def make_model(self):
         model = MODELS.build(dict(self.config))
         for name, parameter in model.named_parameters():
             if name.endswith(("relative_position_bias_table", "pos_embed")):
                 nn.init.normal_(parameter)  # zeros would hide a mistake
         return Whole(model)
 
-    def make_inputs(self) -> tuple[Any, ...]:
+    def make_inputs(self):
         return (torch.randn(2, 3, 32, 32),)
 
 
@@ -121,13 +119,13 @@ class TestPvt(Backbone):
 @pytest.mark.parametrize("kind", [torch.bool, torch.uint8, torch.float64, None])
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
-def test_masks_of_conditional_attention(cross: bool, kind: torch.dtype | None, per_head: bool, padded: bool) -> None:
+def test_masks_of_conditional_attention(cross, kind, per_head, padded):
     batch, n, heads, width = 3, 5, 4, 16
     m = 7 if cross else n
     host = ConditionalAttention(width, heads, cross_attn=cross).double()
     x, positions = torch.randn(2, batch, n, width, dtype=torch.float64)
     memory = torch.randn(batch, m, width, dtype=torch.float64) if cross else x
-    given: dict[str, Any] = {"query_pos": positions, "ref_sine_embed": positions, "key_pos": torch.randn_like(memory)}
+    given = {"query_pos": positions, "ref_sine_embed": positions, "key_pos": torch.randn_like(memory)}
     if kind is not None:
         hidden = torch.rand(*((batch * heads,) if per_head else ()), n, m) < 0.4
         hidden[..., 0] = False  # mmdet's own output of a query that sees nothing is NaN

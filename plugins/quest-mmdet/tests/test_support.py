@@ -1,7 +1,5 @@
 """What mmdetection's DETR takes: see devtools.support."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -11,7 +9,7 @@ from mmdet.registry import MODELS
 from devtools.support import check
 
 
-def train(attention: str) -> None:
+def train(attention):
     config = small(DETR, type="quest_mmdet.DETR", attention=attention)
     found = MODELS.build(without_dropout(config)).loss(torch.randn(2, 3, 32, 32), samples(side=32))
     loss = sum(value for key, value in found.items() if "loss" in key)
@@ -19,5 +17,5 @@ def train(attention: str) -> None:
     assert loss.isfinite()
 
 
-def test_the_table_of_support() -> None:
+def test_the_table_of_support():
     check(Path(__file__).with_name("support.json"), "mmdetection", train, {})

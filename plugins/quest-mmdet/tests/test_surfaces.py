@@ -1,12 +1,8 @@
 """What a user of mmdet writes and gets: configs, the Runner, mAP, checkpoints, refusals."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,13 +22,13 @@ from quest_suites.mmdet import objects
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("objects")
     objects.write(folder, train=8, validation=4)
     return folder
 
 
-def config(data: Path, work: Path, **model: Any) -> Config:
+def config(data, work, **model):
     made = Config.fromfile(LAPTOP)
     made.model.update(model)
     for loader in (made.train_dataloader, made.val_dataloader, made.test_dataloader):
@@ -64,7 +60,7 @@ def config(data: Path, work: Path, **model: Any) -> Config:
         ("pvt/retinanet_pvtv2-b0_fpn_1x_coco.py", 8, 0),
     ],
 )
-def test_configs_of_mmdet(path: str, count: int, left: int) -> None:
+def test_configs_of_mmdet(path, count, left):
     model = Config.fromfile(MIM / path).model
     model.update(type=f"quest_mmdet.{model.type}", attention="quest")
     report = MODELS.build(model).attention_report
@@ -78,19 +74,19 @@ def test_configs_of_mmdet(path: str, count: int, left: int) -> None:
         ("empirical_attention/faster-rcnn_r50-attn0010-dcn_fpn_1x_coco.py", "FasterRCNN has no attention"),
     ],
 )
-def test_models_without_attention_of_tokens(path: str, said: str) -> None:
+def test_models_without_attention_of_tokens(path, said):
     model = Config.fromfile(MIM / path).model
     model.update(type=f"quest_mmdet.{model.type}", attention="quest")
     with pytest.raises(InjectionError, match=said):
         MODELS.build(model)
 
 
-def test_each_class_is_registered() -> None:
+def test_each_class_is_registered():
     for name in TYPES:
         assert MODELS.get(f"quest_mmdet.{name}").__mro__[2].__name__ == name
 
 
-def test_a_backbone_has_an_attention_of_its_own() -> None:
+def test_a_backbone_has_an_attention_of_its_own():
     swin = Config.fromfile(MIM / "swin" / "mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py").model
     swin.backbone.update(type="quest_mmdet.SwinTransformer", attention="qknorm-hs")
     assert MODELS.build(swin).backbone.attention_report.attention == "qknorm-hs"
@@ -110,15 +106,13 @@ def test_a_backbone_has_an_attention_of_its_own() -> None:
         ({"attention": "aft-full"}, UnsupportedError, "aft-full"),
     ],
 )
-def test_a_wrong_config_is_an_error_before_the_work_folder_is_made(
-    options: dict[str, Any], error: type[Exception], said: str, data: Path, tmp_path: Path
-) -> None:
+def test_a_wrong_config_is_an_error_before_the_work_folder_is_made(options, error, said, data, tmp_path):
     with pytest.raises(error, match=said):
         Runner.from_cfg(config(data, tmp_path / "work", **options))
     assert not (tmp_path / "work").exists()
 
 
-def test_queries_of_several_projections_have_no_start() -> None:
+def test_queries_of_several_projections_have_no_start():
     with pytest.raises(UnsupportedError, match="queries are made of several projections; leave init out"):
         MODELS.build(small(DAB, type="quest_mmdet.DABDETR", attention="quest(init=12)"))
 
@@ -126,7 +120,7 @@ def test_queries_of_several_projections_have_no_start() -> None:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_runner_trains_evaluates_logs_and_continues(data: Path, tmp_path: Path) -> None:
+def test_the_runner_trains_evaluates_logs_and_continues(data, tmp_path):
     made = config(data, tmp_path / "work")
     made.custom_hooks = [{"type": "quest_mmdet.WatchAttention", "every": 1}]
     made.default_hooks.logger.interval = 1
@@ -136,7 +130,7 @@ def test_the_runner_trains_evaluates_logs_and_continues(data: Path, tmp_path: Pa
         runner.train()
     assert str(runner.model.attention_report).startswith("attention=quest in 2 modules (MultiheadAttention; ")
     log = next((tmp_path / "work").glob("*/vis_data/scalars.json")).read_text().splitlines()
-    values: dict[str, float] = {}
+    values = {}
     for line in log:
         values |= json.loads(line)
     assert 0 <= values["coco/bbox_mAP"] <= 1
@@ -159,7 +153,7 @@ def test_the_runner_trains_evaluates_logs_and_continues(data: Path, tmp_path: Pa
             Runner.from_cfg(other).test()
 
 
-def test_the_training_loss_of_standard_is_mmdets() -> None:
+def test_the_training_loss_of_standard_is_mmdets():
     losses = []
     for options in ({}, {"type": "quest_mmdet.DABDETR", "attention": "standard"}):
         torch.manual_seed(0)
@@ -174,7 +168,7 @@ def test_the_training_loss_of_standard_is_mmdets() -> None:
 
 @pytest.mark.parametrize("injected", [False, True])
 @pytest.mark.parametrize("attention", ["qknorm", "quest(init=12)"])
-def test_init_weights_of_detr_leaves_a_mechanism_its_start(attention: str, injected: bool) -> None:
+def test_init_weights_of_detr_leaves_a_mechanism_its_start(attention, injected):
     """DETR draws every parameter of its Transformer that has two axes."""
     given = {} if injected else {"type": "quest_mmdet.DETR", "attention": attention}
     model = MODELS.build(without_dropout(small(DETR, **given)))
@@ -183,7 +177,7 @@ def test_init_weights_of_detr_leaves_a_mechanism_its_start(attention: str, injec
     model = copy.deepcopy(model)
     parts = [part for part in model.modules() if isinstance(part, HostAttention)]
 
-    def start() -> list[Any]:
+    def start():
         norms = [part.projections.norms(part, part.head_sizes, "q") for part in parts if "init" in attention]
         return [[own.detach().clone() for own in part.mechanism.parameters()] for part in parts] + norms
 
@@ -193,14 +187,14 @@ def test_init_weights_of_detr_leaves_a_mechanism_its_start(attention: str, injec
     assert not torch.equal(model.encoder.layers[0].ffn.layers[1].weight, drawn)
 
 
-def test_init_detector_refuses_a_key_that_nothing_reads(data: Path, tmp_path: Path) -> None:
+def test_init_detector_refuses_a_key_that_nothing_reads(data, tmp_path):
     made = config(data, tmp_path)
     made.attention = "qknorm-hs"
     with pytest.raises(ConfigError, match="at the top level of the config, where nothing reads it"):
         init_detector(made, device="cpu")
 
 
-def test_padding_of_a_batch_changes_no_image() -> None:
+def test_padding_of_a_batch_changes_no_image():
     """mmdet pads images to the largest of a batch, and hides the padding by masks."""
     model = MODELS.build(small(DETR, type="quest_mmdet.DETR", attention="quest")).eval()
     model.init_weights()

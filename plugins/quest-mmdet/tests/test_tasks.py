@@ -1,9 +1,5 @@
 """The suite, shortened, and its images."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -19,12 +15,12 @@ class TestSuites(HostSuites):
     committed = ()
 
 
-def test_a_cell_that_is_stopped_continues(tmp_path: Path) -> None:
+def test_a_cell_that_is_stopped_continues(tmp_path):
     options = {option["name"]: option["default"] for option in SUITES["det/objects"]["options"]}
     cell = Cell("det/objects", "objects", "quest", 0, True, None, {**options, "batch_size": 4}, tmp_path)
-    said: list[str] = []
+    said = []
 
-    def stop(done: float, text: str) -> None:
+    def stop(done, text):
         if done >= 0.75:
             raise KeyboardInterrupt
 
@@ -37,7 +33,7 @@ def test_a_cell_that_is_stopped_continues(tmp_path: Path) -> None:
     assert len(found.series["loss"]) == 4
 
 
-def test_boxes_are_of_what_is_seen() -> None:
+def test_boxes_are_of_what_is_seen():
     back, front = np.zeros((2, 20, 20), dtype=bool)
     back[4:10, 2:12] = True
     front[:, 8:] = True
@@ -48,7 +44,7 @@ def test_boxes_are_of_what_is_seen() -> None:
 
 
 @pytest.mark.parametrize("size", [32, 64])
-def test_images_repeat_themselves(size: int, tmp_path: Path) -> None:
+def test_images_repeat_themselves(size, tmp_path):
     for name, count in (("a", 2), ("b", 3)):
         objects.write(tmp_path / name, train=count, validation=1, size=size)
     for path in ("train/scene_000001.jpg", "validation.json"):

@@ -1,10 +1,7 @@
 """The tests need what `environment/` gives: mmseg on mmcv-lite."""
 
-from __future__ import annotations
-
 import logging
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +61,9 @@ def segmenter(**options: Any) -> ConfigDict:
 
 
 @pytest.fixture
-def log() -> Iterator[list[str]]:
+def log():
     """The lines of quest_core in mmengine's current log."""
-    lines: list[str] = []
+    lines = []
     handler = logging.Handler()
     handler.addFilter(lambda record: record.name == "quest_core")
     handler.emit = lambda record: lines.append(record.getMessage())

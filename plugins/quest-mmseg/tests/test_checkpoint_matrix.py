@@ -1,13 +1,11 @@
 """Load checkpoints of another attention by every loader of mmengine and mmseg; the table is in docs/checkpoints.md."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import uuid
 import warnings
 from collections.abc import Callable
-from logging import Handler, LogRecord
+from logging import Handler
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +33,10 @@ EMA = [{"type": "EMAHook", "momentum": 0.1, "update_buffers": True}]
 class Images(Dataset[Any]):
     """Two random images, as the pipelines of mmseg return them."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 2
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index):
         generator = torch.Generator().manual_seed(index)
         truth = PixelData(data=torch.randint(CLASSES, (1, 32, 48), generator=generator))
         info = {"img_shape": (32, 48), "ori_shape": (32, 48)}
@@ -46,23 +44,23 @@ class Images(Dataset[Any]):
         return {"inputs": image, "data_samples": SegDataSample(gt_sem_seg=truth, metainfo=info)}
 
 
-def config(built: str, **options: Any) -> Any:
+def config(built, **options):
     """The config of a model; "stock" is mmseg's own."""
     if built != "stock":
         options |= {"type": "quest_mmseg.EncoderDecoder", "attention": built}
     return segmenter(**options)
 
 
-def model(built: str, **options: Any) -> nn.Module:
+def model(built, **options):
     made = MODELS.build(config(built, **options))
     assert isinstance(made, nn.Module)
     return made
 
 
-def run(built: str, folder: Path, use: str = "train", kind: type[Any] = Runner, **options: Any) -> None:
+def run(built, folder, use="train", kind=Runner, **options):
     """Train for one iteration, or test, by a runner of mmengine."""
     loader = {"batch_size": 2, "num_workers": 0, "sampler": {"type": "DefaultSampler"}, "dataset": Images()}
-    parts: dict[str, Any] = {"test_dataloader": loader, "test_cfg": {}, "test_evaluator": []}
+    parts = {"test_dataloader": loader, "test_cfg": {}, "test_evaluator": []}
     if use == "train":
         optimizer = {"optimizer": {"type": "SGD", "lr": 0.01}}
         parts = {"train_dataloader": loader, "train_cfg": {"by_epoch": False, "max_iters": 1}}
@@ -99,7 +97,7 @@ LOADERS: dict[str, Callable[[str, str, Path], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def trained(tmp_path_factory):
     """A checkpoint of a run with EMA for each attention; its backbone is in a further file."""
     paths = {}
     for name in ("stock", "quest"):
@@ -114,12 +112,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture
-def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def logged(monkeypatch):
     """All lines that handlers of mmengine get."""
-    lines: list[str] = []
+    lines = []
     stock = Handler.handle
 
-    def handle(handler: Handler, record: LogRecord) -> Any:
+    def handle(handler, record):
         if isinstance(handler.formatter, MMFormatter):
             lines.append(record.getMessage())
         return stock(handler, record)
@@ -128,16 +126,14 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def test_the_table_has_these_loaders() -> None:
+def test_the_table_has_these_loaders():
     assert matrix.committed("mmseg").keys() == LOADERS.keys()
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("loader", LOADERS)
-def test_a_checkpoint_of_another_attention(
-    loader: str, trained: dict[str, str], tmp_path: Path, logged: list[str]
-) -> None:
-    def load(checkpoint: str, built: str) -> None:
+def test_a_checkpoint_of_another_attention(loader, trained, tmp_path, logged):
+    def load(checkpoint, built):
         """mmengine prints or logs the keys that its own loader leaves out."""
         logged.clear()
         printed = io.StringIO()
@@ -155,7 +151,7 @@ def test_a_checkpoint_of_another_attention(
     matrix.check_loader(load, "mmseg", loader, named=False)
 
 
-def test_the_log_file_has_the_report_and_the_warning(trained: dict[str, str], tmp_path: Path) -> None:
+def test_the_log_file_has_the_report_and_the_warning(trained, tmp_path):
     with pytest.warns(AttentionMismatchWarning, match="attention 'quest'") as caught:
         run("quest", tmp_path, load_from=trained["stock"])
     assert len([w for w in caught if w.category is AttentionMismatchWarning]) == 1
@@ -165,7 +161,7 @@ def test_the_log_file_has_the_report_and_the_warning(trained: dict[str, str], tm
     assert len([line for line in lines if "WARNING - these weights were trained with standard" in line]) == 1
 
 
-def test_attention_from_is_read_in_the_config(trained: dict[str, str], tmp_path: Path) -> None:
+def test_attention_from_is_read_in_the_config(trained, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", AttentionMismatchWarning)
         for built, source in (("sigmoid", "quest"), ("quest", "standard"), ("quest+gqa(kv_heads=2)", "standard")):

@@ -1,7 +1,5 @@
 """Configs: those of this plugin, those of mmseg's wheel, and what is refused in one before a file is written."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import re
@@ -45,7 +43,7 @@ FORK = "onedl-mmsegmentation" in packages_distributions()["mmseg"]
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_configs_build(path: Path) -> None:
+def test_shipped_configs_build(path):
     config = Config.fromfile(path)
     model = MODELS.build(config.model)
     assert len(model.attention_report.replacements) == {"laptop": 6}.get(path.stem.split("_")[1], 14)
@@ -61,9 +59,7 @@ def test_shipped_configs_build(path: Path) -> None:
     "variables", [("WORLD_SIZE",), ("SLURM_NTASKS", "--launcher=slurm")], ids=["torchrun", "slurm"]
 )
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_configs_keep_the_images_of_an_iteration(
-    path: Path, variables: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shipped_configs_keep_the_images_of_an_iteration(path, variables, monkeypatch):
     images = 16 if "laptop" in path.stem else 8
     variable, *arguments = variables
     monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
@@ -81,7 +77,7 @@ EXAMPLE = HERE.parents[3] / "examples" / "mmseg" / "segmenter_quest.py"
 @pytest.mark.parametrize(
     "path", [CONFIGS / "segmenter_laptop_scenes-64x64.py", SHIPPED[-1], EXAMPLE], ids=lambda path: path.stem
 )
-def test_the_commented_start_builds(path: Path, tmp_path: Path) -> None:
+def test_the_commented_start_builds(path, tmp_path):
     register_all_modules()
     for base in CONFIGS.glob("*.py"):  # a config's _base_ is its neighbour
         shutil.copy(base, tmp_path)
@@ -97,7 +93,7 @@ def test_the_commented_start_builds(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "scale"), [("float16", "dynamic"), ("bfloat16", 1.0)])
-def test_half_precision_trains(dtype: str, scale: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_precision_trains(dtype, scale, monkeypatch):
     """As with `--amp`, on images of 64x64.
 
     mmengine's AmpOptimWrapper wants an accelerator, and its autocast on a CPU bfloat16. PyTorch's own autocast and
@@ -109,7 +105,7 @@ def test_half_precision_trains(dtype: str, scale: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(amp, "autocast", functools.partial(torch.autocast, "cpu"))
     given, dtypes = torch.nn.functional.scaled_dot_product_attention, set()
 
-    def watched(q: Any, *arguments: Any, **named: Any) -> Any:
+    def watched(q, *arguments, **named):
         dtypes.add(q.dtype)
         return given(q, *arguments, **named)
 
@@ -138,7 +134,7 @@ BUILT = {"DAHead", "ANNHead", "ISAHead", "OCRHead", "MSCAN", "SVT"}
 FIRST = {"san": "san-vit-b16_coco", "segformer": "segformer_mit-b0", "swin": "swin-tiny", "setr": "setr_vit-l_naive"}
 
 
-def types(config: Any) -> set[str]:
+def types(config):
     """Every `type` inside a config."""
     if isinstance(config, dict):
         inner = set().union(*map(types, config.values()))
@@ -146,7 +142,7 @@ def types(config: Any) -> set[str]:
     return set().union(*map(types, config)) if isinstance(config, list | tuple) else set()
 
 
-def of_the_wheel() -> dict[str, list[Path]]:
+def of_the_wheel():
     """The configs with attention, by folder; those of Twins in two groups."""
     found = defaultdict(list)
     for path in sorted(MIM.glob("[!_]*/*.py")):
@@ -158,7 +154,7 @@ def of_the_wheel() -> dict[str, list[Path]]:
     return found
 
 
-def verdict(path: Path) -> str:
+def verdict(path):
     """ "✓", or why `attention="quest"` is refused in a config, made smaller."""
     config = Config.fromfile(path).model
     for name in types(config.to_dict()):
@@ -178,9 +174,9 @@ def verdict(path: Path) -> str:
 
 
 @pytest.mark.slow
-def test_the_table_of_the_wheels_configs() -> None:
+def test_the_table_of_the_wheels_configs():
     """README.md says of every config of mmsegmentation 1.2.2 with attention whether it takes another, or why not."""
-    found: dict[str, list[str]] = defaultdict(list)
+    found = defaultdict(list)
     for group, paths in of_the_wheel().items():
         first = next((path for path in paths if path.name.startswith(FIRST.get(group, ""))), paths[0])
         found[verdict(first)].append(f"{group} {len(paths)}")
@@ -236,9 +232,7 @@ OWN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "top", "why"), [*OWN, *((one, {}, why) for one, why in WRONG)])
-def test_a_wrong_key_is_one_error_before_a_folder_is_made(
-    options: dict[str, Any], top: dict[str, Any], why: str, tmp_path: Path
-) -> None:
+def test_a_wrong_key_is_one_error_before_a_folder_is_made(options, top, why, tmp_path):
     model, work = copy.deepcopy(segmenter(type="quest_mmseg.EncoderDecoder")), tmp_path / "work"
     for key, value in options.items():
         model[key] = {**model[key], **value} if isinstance(value, dict) and key == "backbone" else value

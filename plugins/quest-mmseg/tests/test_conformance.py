@@ -1,9 +1,6 @@
 """The conformance suite for each kind of attention in mmseg."""
 
-from __future__ import annotations
-
 import copy
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -12,7 +9,7 @@ from conftest import NORM, segmenter
 from mmcv.cnn.bricks.transformer import MultiheadAttention as HostMultiheadAttention
 from mmengine.runner.checkpoint import get_state_dict
 from mmseg.registry import MODELS
-from torch import Tensor, nn
+from torch import nn
 
 from quest_core import CheckpointError, inject
 from quest_core.checkpoints import ENTRY
@@ -22,7 +19,7 @@ from quest_core.testing import AdapterConformance
 from quest_mmseg.adapter import MmsegAdapter
 
 
-def randomized(model: nn.Module) -> nn.Module:
+def randomized(model):
     """Tables of position biases start at zero, and would hide a mistake."""
     for name, parameter in model.named_parameters():
         if name.endswith(("relative_position_bias_table", "cls_token", "pos_embed")):
@@ -36,13 +33,13 @@ class TestSegmenter(AdapterConformance):
     refused = ("linear", "aft-conv(dims=1)", "aft-conv(prefix=1)")
     drops: ClassVar[dict[str, float]] = {"attn_drop_rate": 0.1, "drop_rate": 0.1}
 
-    def make_model(self) -> nn.Module:
+    def make_model(self):
         config = segmenter()
         config.backbone.update(self.drops)
         config.decode_head.update(self.drops)
         return randomized(MODELS.build(config))
 
-    def make_inputs(self) -> tuple[Any, ...]:
+    def make_inputs(self):
         return (torch.randn(2, 3, 32, 48),)
 
 
@@ -58,11 +55,11 @@ class TestSegmenterWithoutDropout(TestSegmenter):
 class Whole(nn.Module):
     """mmseg's backbones return None from `train`, so they are not called with `model.eval()(x)`."""
 
-    def __init__(self, backbone: nn.Module) -> None:
+    def __init__(self, backbone):
         super().__init__()
         self.backbone = backbone
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.cat([out.flatten(1) for out in self.backbone(x)], dim=1)
 
 
@@ -71,10 +68,10 @@ class Backbone(AdapterConformance):
     adapter: ClassVar[Adapter] = MmsegAdapter()
     config: ClassVar[dict[str, Any]]
 
-    def make_model(self) -> nn.Module:
+    def make_model(self):
         return randomized(Whole(MODELS.build(dict(self.config))))
 
-    def make_inputs(self) -> tuple[Any, ...]:
+    def make_inputs(self):
         return (torch.randn(2, 3, 32, 32),)
 
 
@@ -133,7 +130,7 @@ class TestPCPVT(Backbone):
 
 
 @pytest.mark.parametrize("kind", [TestBEiT, TestMAE, TestSwin])
-def test_backbones_that_ignore_unexpected_keys(kind: type[Backbone], tmp_path: Path) -> None:
+def test_backbones_that_ignore_unexpected_keys(kind, tmp_path):
     """These load `init_cfg` by PyTorch's `load_state_dict(strict=False)`: stock ones load any attention."""
     path, ours = tmp_path / "backbone.pth", f"quest_mmseg.{kind.config['type']}"
     trained = MODELS.build({**kind.config, "type": ours, "attention": "quest"})
@@ -151,10 +148,10 @@ def test_backbones_that_ignore_unexpected_keys(kind: type[Backbone], tmp_path: P
 
 
 @pytest.mark.parametrize("kind", [TestMAE, TestSwin])
-def test_packed_projections_are_called(kind: type[Backbone]) -> None:
+def test_packed_projections_are_called(kind):
     """LoRA and quantization put another module in place of `qkv`, and hooks watch its calls."""
     model = MODELS.build({**kind.config, "type": f"quest_mmseg.{kind.config['type']}", "attention": "quest"})
-    called: list[str] = []
+    called = []
     for path, module in model.named_modules():
         if path.endswith("qkv"):
             module.register_forward_hook(lambda *_, path=path: called.append(path))
@@ -164,7 +161,7 @@ def test_packed_projections_are_called(kind: type[Backbone]) -> None:
 
 @pytest.mark.parametrize("positions", [(5, 3, 16), (5, 1, 16)])
 @pytest.mark.parametrize("named", [("query_pos",), ("query_pos", "key_pos")])
-def test_positions_are_added_to_the_keys_where_mmcv_adds_them(positions: tuple[int, ...], named: Any) -> None:
+def test_positions_are_added_to_the_keys_where_mmcv_adds_them(positions, named):
     host, x = HostMultiheadAttention(16, 4).double(), torch.randn(5, 3, 16, dtype=torch.float64)
     given = dict.fromkeys(named, torch.randn(positions, dtype=torch.float64))
     ours, _ = inject(copy.deepcopy(host), "standard", adapter=MmsegAdapter())
@@ -172,11 +169,11 @@ def test_positions_are_added_to_the_keys_where_mmcv_adds_them(positions: tuple[i
 
 
 @pytest.mark.parametrize("attention", ["quest", "sigmoid", "sinkhorn"])
-def test_what_swin_masks_is_hidden_completely(attention: str) -> None:
+def test_what_swin_masks_is_hidden_completely(attention):
     """Swin adds −100 to the logits of shifted windows, which would be visible to other normalizers than softmax."""
     config = {**TestSwin.config, "type": "quest_mmseg.SwinTransformer", "attention": attention, "attn_drop_rate": 0.0}
     layer = MODELS.build(config).stages[0].blocks[1].attn.w_msa.eval()
-    seen: list[Any] = []
+    seen = []
     layer.mechanism.score.register_forward_hook(lambda *call: seen.append(call[2]["mask"]), with_kwargs=True)
     x = torch.randn(3, 16, 16)
     part = torch.arange(16) < 10
@@ -187,7 +184,7 @@ def test_what_swin_masks_is_hidden_completely(attention: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["elliptical", "elliptical-quest+mqa"])
-def test_no_stage_follows_another(attention: str) -> None:
+def test_no_stage_follows_another(attention):
     """MiT's stages differ in width and reduction, but with mqa not in the shape of their values."""
     model = MODELS.build({**TestSegFormer.config, "type": "quest_mmseg.MixVisionTransformer", "attention": attention,
                           "num_layers": (2, 2)})  # fmt: skip

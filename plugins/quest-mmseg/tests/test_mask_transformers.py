@@ -1,20 +1,16 @@
 """Mask2Former, MaskFormer (mmdetection's decoders) and SAN, in mmseg's own configs made small."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from pathlib import Path
-from typing import Any
 
 import mmseg
 import pytest
 import torch
-from mmengine.config import Config, ConfigDict
+from mmengine.config import Config
 from mmengine.structures import PixelData
 from mmseg.registry import MODELS
 from mmseg.structures import SegDataSample
-from torch import Tensor
 
 from quest_core import inject
 from quest_core.errors import UnsupportedError
@@ -23,20 +19,20 @@ CONFIGS = Path(mmseg.__file__).parent / ".mim" / "configs"
 SHAPE = (64, 64)
 
 
-def mask2former() -> ConfigDict:
+def mask2former():
     config = Config.fromfile(CONFIGS / "mask2former/mask2former_r50_8xb2-160k_ade20k-512x512.py").model
     config.decode_head.pixel_decoder.encoder.num_layers = 1
     config.decode_head.transformer_decoder.num_layers = 3
     return config
 
 
-def maskformer() -> ConfigDict:
+def maskformer():
     config = Config.fromfile(CONFIGS / "maskformer/maskformer_r50-d32_8xb2-160k_ade20k-512x512.py").model
     config.decode_head.transformer_decoder.num_layers = 2
     return config
 
 
-def small(config: ConfigDict) -> ConfigDict:
+def small(config):
     config.backbone.update(depth=18, init_cfg=None)
     config.data_preprocessor.size = SHAPE
     config.decode_head.update(in_channels=[64, 128, 256, 512], num_classes=5, num_queries=10)
@@ -44,7 +40,7 @@ def small(config: ConfigDict) -> ConfigDict:
     return config
 
 
-def build(config: ConfigDict, attention: str | None) -> Any:
+def build(config, attention):
     config = copy.deepcopy(config)
     if attention is not None:
         config.type, config.attention = "quest_mmseg.EncoderDecoder", attention
@@ -52,7 +48,7 @@ def build(config: ConfigDict, attention: str | None) -> Any:
     return MODELS.build(config)
 
 
-def trained(model: Any) -> tuple[float, dict[str, Tensor | None]]:
+def trained(model):
     """The loss of a batch and every gradient."""
     torch.manual_seed(1)
     info = {"img_shape": SHAPE, "ori_shape": SHAPE, "pad_shape": SHAPE, "batch_input_shape": SHAPE}
@@ -63,7 +59,7 @@ def trained(model: Any) -> tuple[float, dict[str, Tensor | None]]:
 
 
 @pytest.mark.parametrize(("make", "sites"), [(mask2former, 6), (maskformer, 4)])
-def test_decoders_of_mmdetection(make: Any, sites: int) -> None:
+def test_decoders_of_mmdetection(make, sites):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = small(make())
@@ -82,7 +78,7 @@ def test_decoders_of_mmdetection(make: Any, sites: int) -> None:
             assert all(g.isfinite().all() for g in grads.values() if g is not None)
 
 
-def test_masks_for_each_query_need_weights() -> None:
+def test_masks_for_each_query_need_weights():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(UnsupportedError, match="other keys may be hidden from each query"):
@@ -95,7 +91,7 @@ def test_masks_for_each_query_need_weights() -> None:
             build(small(mask2former()), "elliptical")
 
 
-def san(attention: str | None, **recognition: Any) -> Any:
+def san(attention, **recognition):
     config = Config.fromfile(CONFIGS / "san/san-vit-b16_coco-stuff164k-640x640.py").model
     config.pretrained = None
     config.image_encoder.update(embed_dims=48, num_heads=4, num_layers=3, out_indices=(0, 1, 2), img_size=(32, 32))
@@ -113,7 +109,7 @@ def san(attention: str | None, **recognition: Any) -> Any:
     return MODELS.build(config).eval()
 
 
-def predicted(model: Any) -> Tensor:
+def predicted(model):
     torch.manual_seed(1)
     info = {"img_shape": SHAPE, "pad_shape": SHAPE, "ori_shape": SHAPE}
     with torch.no_grad():
@@ -122,7 +118,7 @@ def predicted(model: Any) -> Tensor:
         return model.encode_decode(torch.randn(1, 3, *SHAPE), [info])
 
 
-def test_san_takes_the_one_key() -> None:
+def test_san_takes_the_one_key():
     """Its image encoder, text encoder, side adapter, and the recognition with masks for each query."""
     model = san("standard")
     assert len(model.attention_report.replacements) == 10
@@ -140,7 +136,7 @@ def test_san_takes_the_one_key() -> None:
         san("quest", cross_attn=True)
 
 
-def test_what_san_masks_is_hidden_completely() -> None:
+def test_what_san_masks_is_hidden_completely():
     """SAN adds −100 to the logits of its own tokens, which would be visible to other normalizers than softmax."""
     recognition, _ = inject(san(None).decode_head.rec_with_attnbias, "sinkhorn")
     layer = recognition.layers[0].attentions[0]

@@ -1,12 +1,9 @@
 """Messages of docs/troubleshooting.md that mmsegmentation and mmengine print, and what `quest doctor` says of them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from importlib.metadata import packages_distributions
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +12,7 @@ TORCHVISION = "operator torchvision::nms does not exist"
 OF_ANOTHER_BUILD = "import torch; torch.library.register_fake('torchvision::nms')(print)"  # as torchvision does
 
 
-def python(code: str, folder: Path) -> str:
+def python(code, folder):
     """Return the output of a process whose modules in `folder` hide others."""
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -23,7 +20,7 @@ def python(code: str, folder: Path) -> str:
     return done.stdout + done.stderr
 
 
-def doctor(folder: Path) -> str:
+def doctor(folder):
     """Return the lines of `quest doctor` on quest-mmseg."""
     lines = python("from quest_core.cli import main; main(['doctor'])", folder).splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("  quest-mmseg "))
@@ -31,14 +28,14 @@ def doctor(folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_torchvision_of_another_build(tmp_path: Path) -> None:
+def test_a_torchvision_of_another_build(tmp_path):
     (tmp_path / "torchvision.py").write_text(OF_ANOTHER_BUILD)
     said = doctor(tmp_path)
     assert f": it cannot be imported: RuntimeError: {TORCHVISION}\n    fix: https://quest-attention.github.io" in said
 
 
 @pytest.mark.slow
-def test_mmcv_without_its_operations(tmp_path: Path) -> None:
+def test_mmcv_without_its_operations(tmp_path):
     (tmp_path / "quest_mmengine_environment.py").touch()  # no shim, as in a user's environment
     said = doctor(tmp_path)
     if FORK:  # it does not import them
@@ -47,7 +44,7 @@ def test_mmcv_without_its_operations(tmp_path: Path) -> None:
     assert "it cannot be imported: ModuleNotFoundError: No module named 'mmcv._ext'\n    fix: https://" in said
 
 
-def test_a_setuptools_without_pkg_resources(tmp_path: Path) -> None:
+def test_a_setuptools_without_pkg_resources(tmp_path):
     """mmengine imports it when a config names a base in a package."""
     missing = "No module named 'pkg_resources'"
     (tmp_path / "pkg_resources.py").write_text(f"raise ModuleNotFoundError({missing!r})")

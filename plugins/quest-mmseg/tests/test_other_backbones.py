@@ -1,7 +1,5 @@
 """Segmenters on backbones of timm, by quest-timm, and of mmpretrain are replaced whole."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from pathlib import Path
@@ -38,7 +36,7 @@ BACKBONES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def config(kind: str, attention: Any = None, **options: Any) -> Any:
+def config(kind, attention=None, **options):
     made = segmenter(backbone={**BACKBONES[kind], **options})
     made.decode_head.in_index = 0
     if attention is not None:
@@ -46,13 +44,13 @@ def config(kind: str, attention: Any = None, **options: Any) -> Any:
     return made
 
 
-def build(kind: str, attention: Any = None, **options: Any) -> Any:
+def build(kind, attention=None, **options):
     torch.manual_seed(0)
     return MODELS.build(config(kind, attention, **options))
 
 
 @pytest.mark.parametrize("kind", BACKBONES)
-def test_backbone_and_head_are_replaced(kind: str) -> None:
+def test_backbone_and_head_are_replaced(kind):
     report = build(kind, "quest").attention_report
     assert sorted(row.path.partition(".")[0] for row in report.replacements) == ["backbone"] * 2 + ["decode_head"] * 2
     assert {row.adapter for row in report.replacements} == ({"mmseg", "timm"} if kind == "timm" else {"mmseg"})
@@ -61,7 +59,7 @@ def test_backbone_and_head_are_replaced(kind: str) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kind", BACKBONES)
-def test_standard_equals_the_host(kind: str, training: bool) -> None:
+def test_standard_equals_the_host(kind, training):
     images = torch.randn(2, 3, 32, 48, dtype=torch.float64)
     found = []
     for attention in (None, "standard"):
@@ -74,7 +72,7 @@ def test_standard_equals_the_host(kind: str, training: bool) -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
 
 
-def test_standard_keeps_the_scale_of_mmpretrain() -> None:
+def test_standard_keeps_the_scale_of_mmpretrain():
     """T2T-ViT gives a qk_scale; mmpretrain 1.2 then divides q·k by head_dims ** -0.5."""
     host = mmpretrain.models.utils.MultiheadAttention(16, 4, qk_scale=0.5).double()
     ours, _ = quest_core.inject(copy.deepcopy(host), "standard", adapter=quest_mmseg.MmsegAdapter())
@@ -83,7 +81,7 @@ def test_standard_keeps_the_scale_of_mmpretrain() -> None:
 
 
 @pytest.mark.parametrize("kind", BACKBONES)
-def test_fewer_key_heads_and_copies(kind: str) -> None:
+def test_fewer_key_heads_and_copies(kind):
     model = build(kind, "quest+gqa(kv_heads=2)").eval()
     images = torch.randn(2, 3, 32, 48)
     torch.testing.assert_close(copy.deepcopy(model)(images), model(images))
@@ -95,12 +93,12 @@ def test_fewer_key_heads_and_copies(kind: str) -> None:
     torch.testing.assert_close(model(images), stock.eval()(images))
 
 
-def test_trained_weights_of_timm_are_pooled_and_not_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trained_weights_of_timm_are_pooled_and_not_scaled(monkeypatch):
     from mmseg.models.backbones import TIMMBackbone
 
     stock = TIMMBackbone.__init__
 
-    def trained(self: Any, *arguments: Any, **options: Any) -> None:  # as `pretrained=True`, which would download
+    def trained(self, *arguments, **options):  # as `pretrained=True`, which would download
         stock(self, *arguments, **options)
         self._is_init = True
 
@@ -113,7 +111,7 @@ def test_trained_weights_of_timm_are_pooled_and_not_scaled(monkeypatch: pytest.M
         build("timm", "quest(init=5)")
 
 
-def test_without_quest_timm_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_quest_timm_the_error_names_it(monkeypatch):
     found = [plugin for plugin in plugins.plugins() if plugin.name != "timm"]
     monkeypatch.setattr(plugins, "plugins", lambda: found)
     with pytest.raises(quest_core.InjectionError, match=r"leave 2 as they are.*pip install 'quest-timm\[host\]'"):

@@ -1,7 +1,5 @@
 """What mmsegmentation's Segmenter takes: see devtools.support."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -12,7 +10,7 @@ from mmseg.structures import SegDataSample
 from devtools.support import check
 
 
-def train(attention: str) -> None:
+def train(attention):
     model = MODELS.build(segmenter(type="quest_mmseg.EncoderDecoder", attention=attention))
     sample = SegDataSample()
     sample.set_metainfo({"img_shape": (32, 48), "ori_shape": (32, 48), "pad_shape": (32, 48)})
@@ -28,5 +26,5 @@ def _labels():
     return PixelData(data=torch.randint(5, (1, 32, 48)))
 
 
-def test_the_table_of_support() -> None:
+def test_the_table_of_support():
     check(Path(__file__).with_name("support.json"), "mmsegmentation", train, {})

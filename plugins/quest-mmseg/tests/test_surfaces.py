@@ -1,7 +1,5 @@
 """What a user of mmseg writes and gets: configs, parts, checkpoints, crops, refusals."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import importlib
@@ -9,7 +7,6 @@ import re
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 import mmseg
 import pytest
@@ -29,7 +26,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import quest_core
-import quest_mmseg
 from quest_core import Mechanism
 from quest_core.checkpoints import ENTRY
 from quest_core.errors import CheckpointError, ConfigError, InjectionError, InputError, UnsupportedError
@@ -37,10 +33,9 @@ from quest_core.projections import Projected
 from quest_mmseg.adapter import REFUSED, TYPES, MmsegAdapter
 
 MIM = Path(mmseg.__file__).parent / ".mim"
-CONFIGS = Path(quest_mmseg.__file__).parent / "configs"
 
 
-def build(seed: int = 0, **options: Any) -> nn.Module:
+def build(seed=0, **options):
     """Segmenter, initialized as the Runner does; of the plugin if there is an attention."""
     torch.manual_seed(seed)
     kind = "quest_mmseg.EncoderDecoder" if "attention" in options else "EncoderDecoder"
@@ -49,11 +44,11 @@ def build(seed: int = 0, **options: Any) -> nn.Module:
     return model
 
 
-def images(height: int = 32, width: int = 48) -> torch.Tensor:
+def images(height=32, width=48):
     return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(1))
 
 
-def samples(height: int = 32, width: int = 48) -> list[SegDataSample]:
+def samples(height=32, width=48):
     generator = torch.Generator().manual_seed(2)
     made = []
     for _ in range(2):
@@ -62,12 +57,12 @@ def samples(height: int = 32, width: int = 48) -> list[SegDataSample]:
     return made
 
 
-def loss(model: nn.Module) -> torch.Tensor:
+def loss(model):
     torch.manual_seed(3)
     return model.loss(images(), samples())["decode.loss_ce"]
 
 
-def attentions(model: nn.Module) -> dict[str, str]:
+def attentions(model):
     return {name: str(m.config) for name, m in model.named_modules() if isinstance(m, Mechanism)}
 
 
@@ -92,7 +87,7 @@ def test_parts_with_mechanisms_of_their_own():
     model.loss(images(), samples())["decode.loss_ce"].backward()
 
 
-def query_norms(model: nn.Module) -> list[float]:
+def query_norms(model):
     parts = [part for part in model.modules() if isinstance(part, Projected)]
     return torch.cat([part.projections.norms(part, part.head_sizes, "q") for part in parts]).tolist()
 
@@ -360,7 +355,7 @@ def test_elliptical_is_chained_through_each_part():
 DEIT = Path(__file__).parent / "data" / "deit.pth"
 
 
-def convert(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def convert(folder, monkeypatch):
     """Run the converter that mmseg ships."""
     monkeypatch.setattr(sys, "argv", ["vit2mmseg.py", str(DEIT), str(folder / "converted.pth")])
     runpy.run_path(str(MIM / "tools/model_converters/vit2mmseg.py"), run_name="__main__")
@@ -481,7 +476,7 @@ def test_each_class_is_registered():
         assert MODELS.get(f"quest_mmseg.{name}").__mro__[2].__name__ == name
 
 
-def refused_classes() -> dict[str, type[nn.Module]]:
+def refused_classes():
     homes = [
         importlib.import_module(f"mmseg.models.{kind}.{path.stem}")
         for kind, home in (("backbones", backbones), ("decode_heads", decode_heads))

@@ -1,7 +1,5 @@
 """The suites, shortened; scenes and corruptions."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -176,7 +174,7 @@ def test_each_corruption_is_reproducible_and_leaves_the_random_state(name):
     step = TRANSFORMS.build({"type": "Corrupt", "name": name, "severity": 2})
     before = np.random.get_state()[1].copy(), random.getstate()
 
-    def run(file: str) -> np.ndarray:
+    def run(file):
         return step({"img": IMAGE.copy(), "img_path": f"somewhere/{file}.jpg"})["img"]
 
     one = run("one")

@@ -1,7 +1,5 @@
 """Small clouds for tests."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

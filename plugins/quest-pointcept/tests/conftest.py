@@ -1,7 +1,5 @@
 """Needed by all tests: spconv on a CPU, and a note on the tests that need Pointcept itself."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys
@@ -33,7 +31,7 @@ elif not REQUIRED:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _say_what_did_not_run(record_testsuite_property) -> None:
+def _say_what_did_not_run(record_testsuite_property):
     if not ROOT:
         record_testsuite_property("not run", NOT_RUN)  # ./dev test repeats it in its summary
 

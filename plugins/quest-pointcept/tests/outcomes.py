@@ -1,7 +1,5 @@
 """Compare a loader with its row of docs/checkpoints.md."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Sonata and Concerto train a PT-v3m2 without labels, by a teacher that follows it
 the dataset, on several datasets.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -152,8 +150,8 @@ def write_rooms(folder: Path) -> None:
             files = [room / f"picture{half}.png", room / f"pixels{half}.npy"]
             Image.fromarray(picture).save(files[0])
             np.save(files[1], np.stack([x, y, shown], axis=1))
-            entry["images"] += [str(files[0])]  # type: ignore[operator]
-            entry["correspondences"] += [str(files[1])]  # type: ignore[operator]
+            entry["images"] += [str(files[0])]
+            entry["correspondences"] += [str(files[1])]
         split[room.name] = entry
     (folder / "splits").mkdir()
     (folder / "splits" / "train.json").write_text(json.dumps(split))

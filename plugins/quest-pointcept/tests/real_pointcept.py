@@ -5,8 +5,6 @@ configuration as `_base_`, made small below; Sonata, Concerto and PPT are in `pr
 the trainer runs with `cpu/` on its path.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Functions that child processes of the tests run. Nothing here imports the plugin."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

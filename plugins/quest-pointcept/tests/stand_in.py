@@ -4,8 +4,6 @@ It answers the same call with the same parameters, written from the definition: 
 time, in loops. What is tested against it is tested against Pointcept's own class in test_pointcept.py.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Through the suite that all adapters inherit: torch-pointcloud's models, and a stand-in for Pointcept's attention."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from clouds import clouds

@@ -4,8 +4,6 @@ PyTorch's fake tensors refuse a mix of devices and every copy to the host. What 
 integration_tests/gpu/test_pointcept_patches.py.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

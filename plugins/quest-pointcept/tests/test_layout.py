@@ -1,7 +1,5 @@
 """Patches: against the definition, cloud by cloud."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

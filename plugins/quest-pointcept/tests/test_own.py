@@ -1,7 +1,5 @@
 """Pointcept's own trainer as a suite; a stand-in for tools/train.py writes what Pointcept writes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

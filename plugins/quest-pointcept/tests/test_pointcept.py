@@ -1,7 +1,5 @@
 """Pointcept itself, from the checkout in QUEST_POINTCEPT_ROOT; without one this file is not collected (conftest.py)."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """The nearest points that cpu/ finds in place of Pointcept's CUDA extension: against the definition."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

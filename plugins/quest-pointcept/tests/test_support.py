@@ -1,7 +1,5 @@
 """What torch-pointcloud's Point Transformer V3 takes: see devtools.support."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from clouds import clouds
@@ -25,11 +23,11 @@ SMALL = {
 }
 
 
-def train(attention: str) -> None:
+def train(attention):
     loss = PointTransformerV3Segmentation(**SMALL, attention=attention)(*clouds(60, 45)).pow(2).mean()
     loss.backward()
     assert loss.isfinite()
 
 
-def test_the_table_of_support() -> None:
+def test_the_table_of_support():
     check(Path(__file__).with_name("support.json"), "Pointcept", train, {"`aft-conv(dims=1)`": {"options": "dims=1"}})

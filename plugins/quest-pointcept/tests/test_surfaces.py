@@ -1,7 +1,5 @@
 """What users touch: `attention` in torch-pointcloud, training, flash, parts, calibration, and wrong keys."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import multiprocessing

@@ -1,7 +1,5 @@
 """The suites, shortened, and the scenes they use."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import tempfile

@@ -4,8 +4,6 @@ The model is torch-pointcloud's. The registry, the base class of hooks, the trai
 package index has Pointcept; tests/test_pointcept.py runs the hook in its own trainer.
 """
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 

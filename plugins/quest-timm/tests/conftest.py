@@ -1,7 +1,5 @@
 """The tests need what `environment/` gives: torchvision with a CPU build of PyTorch."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every kind of attention that the plugin replaces, through the suite that all adapters inherit."""
 
-from __future__ import annotations
-
 import pytest
 import timm
 import torch

@@ -1,12 +1,9 @@
 """Messages of docs/troubleshooting.md that timm prints, and what `quest doctor` says of them."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +11,7 @@ TORCHVISION = "operator torchvision::nms does not exist"
 OF_ANOTHER_BUILD = "import torch; torch.library.register_fake('torchvision::nms')(print)"  # as torchvision does
 
 
-def doctor(folder: Path) -> str:
+def doctor(folder):
     """Return the output of `quest doctor` where the modules in `folder` hide others."""
     code = "from quest_core.cli import main; main(['doctor'])"
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
@@ -24,7 +21,7 @@ def doctor(folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_torchvision_of_another_build(tmp_path: Path) -> None:
+def test_a_torchvision_of_another_build(tmp_path):
     (tmp_path / "quest_timm_environment.py").touch()  # no shim, as in a user's environment
     (tmp_path / "torchvision.py").write_text(OF_ANOTHER_BUILD)
     said = doctor(tmp_path)

@@ -1,7 +1,5 @@
 """What timm's ViT takes: see devtools.support."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import timm
@@ -11,7 +9,7 @@ import quest_timm  # noqa: F401
 from devtools.support import check
 
 
-def train(attention: str) -> None:
+def train(attention):
     sizes = {"img_size": 32, "embed_dim": 32, "num_heads": 4, "depth": 2, "num_classes": 2}
     model = timm.create_model("vit_tiny_patch16_224", attention=attention, **sizes)
     loss = model(torch.randn(2, 3, 32, 32)).pow(2).mean()
@@ -19,5 +17,5 @@ def train(attention: str) -> None:
     assert loss.isfinite()
 
 
-def test_the_table_of_support() -> None:
+def test_the_table_of_support():
     check(Path(__file__).with_name("support.json"), "timm", train, {})

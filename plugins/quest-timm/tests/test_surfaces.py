@@ -1,7 +1,5 @@
 """create_model, features, pretrained weights, and what is refused."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 

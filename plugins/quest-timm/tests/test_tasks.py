@@ -1,7 +1,5 @@
 """The benchmark suite: the results of a cell, and data that follow from the seed."""
 
-from __future__ import annotations
-
 import torch
 
 from devtools.cells import HostSuites, check_resume

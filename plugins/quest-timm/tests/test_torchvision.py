@@ -1,15 +1,9 @@
 """torchvision's transformers, which timm brings along and which have no plugin of their own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torchvision
-from torchvision.models.swin_transformer import (
-    ShiftedWindowAttention,
-    SwinTransformerBlock,
-    SwinTransformerBlockV2,
-)
+from torchvision.models.swin_transformer import ShiftedWindowAttention, SwinTransformerBlock, SwinTransformerBlockV2
 
 import quest_core
 from quest_core.mechanisms import naive as reference

@@ -1,7 +1,5 @@
 """Small models of every architecture that the plugin names, built from their configs with random weights."""
 
-from __future__ import annotations
-
 import torch
 import transformers as hf
 

@@ -1,7 +1,5 @@
 """Any architecture: equal to the host's own attention, and with a cache as without one; or refused by name."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import random

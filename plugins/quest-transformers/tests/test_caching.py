@@ -1,7 +1,5 @@
 """A cache that a quest model fills holds unit keys; whatever happens to it, outputs equal those of a whole forward."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -146,11 +144,7 @@ def test_the_cache_of_a_stock_model_is_normalized_in_each_step(name):
 
 @pytest.mark.parametrize("other", [None, "qnorm"])
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        *(("mistral", kind) for kind in ("dynamic", "static")),
-        *((n, None) for n in SEQ2SEQ_MODELS),
-    ],
+    ("name", "kind"), [*(("mistral", kind) for kind in ("dynamic", "static")), *((n, None) for n in SEQ2SEQ_MODELS)]
 )
 def test_another_attention_cannot_use_unit_keys(name, kind, other):
     model, another = build(name, attention="quest").eval(), build(name, attention=other).eval()

@@ -1,7 +1,5 @@
 """Load checkpoints of another attention by every loader of transformers; the table is in docs/checkpoints.md."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 

@@ -1,7 +1,5 @@
 """Every architecture that the plugin names, through the suite that all adapters inherit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from models import CONFIGS, SITES, build, inputs

@@ -1,7 +1,5 @@
 """convert: from standard attention to quest with calibrated queries."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from models import build, inputs

@@ -1,7 +1,5 @@
 """Models that people try first work, are saved and loaded, or are an error that says why; docs/coverage.csv is true."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import importlib.util

@@ -1,7 +1,5 @@
 """`init` and `key_init`: the norms that queries and keys of a fresh model start with, and that trained ones keep."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

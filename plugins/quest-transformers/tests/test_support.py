@@ -1,7 +1,5 @@
 """What BERT of transformers takes: see devtools.support."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -11,7 +9,7 @@ import quest_transformers  # noqa: F401
 from devtools.support import check
 
 
-def train(attention: str, **options: float) -> None:
+def train(attention, **options):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = BertConfig(vocab_size=50, attn_implementation=attention, **sizes, **options)
     model = BertModel._from_config(config)
@@ -20,6 +18,6 @@ def train(attention: str, **options: float) -> None:
     assert loss.isfinite()
 
 
-def test_the_table_of_support() -> None:
+def test_the_table_of_support():
     settings = {"`attention_probs_dropout_prob=0`": {"attention_probs_dropout_prob": 0.0}}
     check(Path(__file__).with_name("support.json"), "transformers", train, settings)

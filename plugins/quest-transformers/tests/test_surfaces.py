@@ -1,7 +1,5 @@
 """What users touch: attn_implementation, config.attention, from_pretrained, save_pretrained, generate, Trainer."""
 
-from __future__ import annotations
-
 import functools
 import json
 import warnings
@@ -459,11 +457,7 @@ def test_from_pretrained_reads_an_attention_as_from_config_does(given, tmp_path)
 
 # --- generation -------------------------------------------------------------------------------------------------------
 
-GENERATE = {
-    "greedy": {},
-    "beams": {"num_beams": 3},
-    "static": {"cache_implementation": "static"},
-}
+GENERATE = {"greedy": {}, "beams": {"num_beams": 3}, "static": {"cache_implementation": "static"}}
 
 
 GENERATED = ("standard", "quest", "qknorm-hs", "quest+sigmoid", "elliptical-quest")

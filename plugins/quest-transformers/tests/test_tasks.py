@@ -1,7 +1,5 @@
 """The suites transformers/bytes-lm and text/classification, shortened."""
 
-from __future__ import annotations
-
 import math
 from zipfile import ZipFile
 

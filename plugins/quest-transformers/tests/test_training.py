@@ -1,7 +1,5 @@
 """Trainer, gradient checkpointing, PEFT, torch.compile, and what a call asks for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers as hf

@@ -1,7 +1,5 @@
 """transformers without this plugin refuses its models and its names."""
 
-from __future__ import annotations
-
 import pytest
 from models import build
 

@@ -1,7 +1,5 @@
 """The tests need what `environment/` gives: torchvision with a CPU build of PyTorch."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
@@ -25,7 +23,7 @@ import numpy as np  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _say_what_did_not_run(record_testsuite_property) -> None:
+def _say_what_did_not_run(record_testsuite_property):
     if not ROOT:
         record_testsuite_property("not run", NOT_RUN)  # ./dev test repeats it in its summary
 

@@ -1,7 +1,5 @@
 """Every architecture of tsai with attention of its own, through the suite that all adapters inherit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tsai.models.ConvTranPlus import ConvTranPlus
@@ -195,14 +193,14 @@ class TestTSTabFusionTransformer(Tabular):
 
 
 @pytest.mark.parametrize("kind", [GRUAttention, LSTMAttention, GRUAttentionPlus, RNNAttentionPlus])
-def test_recurrent_relatives_share_what_was_tested(kind) -> None:
+def test_recurrent_relatives_share_what_was_tested(kind):
     torch.manual_seed(0)
     model = kind(3, 5, 12, hidden_size=16, encoder_layers=2, n_heads=4, d_ff=32)
     assert len(list(quest_tsai.TsaiAdapter().sites(model))) == 2
 
 
 @pytest.mark.parametrize("attention", ["sinkhorn", "quest+pgqa(kv_heads=2)"])
-def test_a_triangular_mask_refuses_what_cannot_be_causal(attention: str) -> None:
+def test_a_triangular_mask_refuses_what_cannot_be_causal(attention):
     later = torch.ones(12, 12).triu(1).bool()
     model = TSTPlus(3, 5, 12, attn_mask=later, attention=attention, **SMALL)
     with pytest.raises(quest_core.UnsupportedError, match="cannot be causal"):

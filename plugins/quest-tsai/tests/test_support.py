@@ -1,7 +1,5 @@
 """What tsai's TSTPlus takes: see devtools.support."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -11,13 +9,13 @@ import quest_tsai  # noqa: F401
 from devtools.support import check
 
 
-def train(attention: str, **options: object) -> None:
+def train(attention, **options):
     loss = TSTPlus(3, 2, 12, attention=attention, **options)(torch.randn(4, 3, 12)).pow(2).mean()
     loss.backward()
     assert loss.isfinite()
 
 
-def test_the_table_of_support() -> None:
+def test_the_table_of_support():
     settings = {
         "`res_attention=False`": {"res_attention": False},
         "`attn_dropout=0`": {"attn_dropout": 0.0},

@@ -1,7 +1,5 @@
 """The options, refusals and reports that users of tsai see."""
 
-from __future__ import annotations
-
 import inspect
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """The suite ts/uea, shortened."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 import wave

@@ -1,7 +1,5 @@
 """forecast/ett with the clones in QUEST_TSL_ROOT; without them this file is not collected (conftest.py)."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

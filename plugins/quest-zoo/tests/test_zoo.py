@@ -1,7 +1,5 @@
 """Every mechanism of the zoo: its promises, its reference, its place in `quest list` and in a model."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest
@@ -27,13 +25,13 @@ SLOW = {"compiles", "devices", "dropout"}
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_it_keeps_its_promises(name: str) -> None:
+def test_it_keeps_its_promises(name):
     check_mechanism(name, checks=[check for check in CHECKS if check not in SLOW])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WIDE)
-def test_it_compiles_and_drops(name: str) -> None:
+def test_it_compiles_and_drops(name):
     check_mechanism(name, checks=sorted(SLOW))
 
 
@@ -41,7 +39,7 @@ def test_it_compiles_and_drops(name: str) -> None:
 @pytest.mark.parametrize(
     ("is_causal", "kind"), [(False, "no mask"), (True, "no mask"), (True, "additive"), (False, "boolean")]
 )
-def test_outputs_and_gradients_are_those_of_the_reference(spec: str, is_causal: bool, kind: str) -> None:
+def test_outputs_and_gradients_are_those_of_the_reference(spec, is_causal, kind):
     made = quest_core.Mechanism(spec, num_heads=4, head_dim=16).double()
     groups = made.dims.kv_heads
     q, k, v = (3 * torch.randn(2, heads, 70, 16, dtype=torch.float64) for heads in (4, groups, groups))
@@ -72,7 +70,7 @@ def test_outputs_and_gradients_are_those_of_the_reference(spec: str, is_causal: 
 @pytest.mark.parametrize("name", ["softmax1", "sink", "sink+gqa(kv_heads=2)"])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("lower", [False, True])
-def test_a_sink_on_a_cpu_is_no_further_key(name: str, masked: bool, lower: bool) -> None:
+def test_a_sink_on_a_cpu_is_no_further_key(name, masked, lower):
     made = quest_core.Mechanism(name, num_heads=4, head_dim=16)
     q, k, v = (torch.randn(2, heads, 9, 16) for heads in (4, made.dims.kv_heads, made.dims.kv_heads))
     mask = torch.rand(2, 1, 9, 9) > 0.5 if masked else None
@@ -93,13 +91,13 @@ def test_a_sink_on_a_cpu_is_no_further_key(name: str, masked: bool, lower: bool)
         ("softpick", [0.6931471805599453, 0.0, -0.6931471805599453], [2 / 3, 0.0, 0.0]),  # log 2
     ],
 )
-def test_weights_that_a_hand_can_compute(name: str, logits: list[float], weights: list[float]) -> None:
+def test_weights_that_a_hand_can_compute(name, logits, weights):
     normalizer = quest_core.Mechanism(name, num_heads=1, head_dim=2).normalizer.double()
     found = normalizer.weights(torch.tensor(logits, dtype=torch.float64)[None, None, None], None)
     torch.testing.assert_close(found.flatten(), torch.tensor(weights, dtype=torch.float64), atol=1e-7, rtol=0)
 
 
-def test_softmax_lies_between() -> None:
+def test_softmax_lies_between():
     """entmax tends to softmax; a sink of −∞, to softmax; ssmax of slope 1/log(n) is softmax."""
     q, k, v = (torch.randn(1, 2, 9, 8, dtype=torch.float64) for _ in range(3))
     want = quest_core.attention(q, k, v, "standard")
@@ -108,18 +106,18 @@ def test_softmax_lies_between() -> None:
         torch.testing.assert_close(made(q, k, v), want, atol=1e-6, rtol=0)
 
 
-def test_an_alpha_beyond_sparsemax_is_an_error() -> None:
+def test_an_alpha_beyond_sparsemax_is_an_error():
     with pytest.raises(quest_core.ConfigError, match="alpha is 2.5; expected 1.05 to 2"):
         quest_core.Mechanism("entmax(alpha=2.5)")
 
 
-def test_entmax_has_a_second_derivative() -> None:
+def test_entmax_has_a_second_derivative():
     made = quest_core.Mechanism("entmax", num_heads=2, head_dim=4).double()
     inputs = [torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     assert torch.autograd.gradgradcheck(made, inputs)
 
 
-def test_it_is_listed_and_trains_in_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_listed_and_trains_in_a_model(capsys):
     assert main(["list"]) == 0
     listed = capsys.readouterr().out
     classes = [part for part in vars(quest_zoo).values() if isinstance(part, type)]
@@ -132,7 +130,7 @@ def test_it_is_listed_and_trains_in_a_model(capsys: pytest.CaptureFixture[str]) 
         model(torch.randn(2, 9, 32)).square().mean().backward()
 
 
-def test_parts_are_named_in_any_order() -> None:
+def test_parts_are_named_in_any_order():
     config = quest_core.AttentionConfig.parse("xsa+softcap(cap=30)+quest")
     assert str(config) == "quest+softcap+xsa(cap=30.0)"
     assert config == quest_core.AttentionConfig.parse("quest+xsa+softcap(cap=30)")
@@ -141,7 +139,7 @@ def test_parts_are_named_in_any_order() -> None:
 
 
 @pytest.mark.parametrize("name", ["softcap(cap=0.3)", "alibi", "sigmoid+alibi", "sink+softcap(cap=0.3)+xsa", "diff-v1"])
-def test_what_is_watched_is_what_is_computed(name: str) -> None:
+def test_what_is_watched_is_what_is_computed(name):
     """The Monitor and the maps see logits and weights as a score mod leaves them."""
     layer = quest_core.Attention(32, 4, name)
     x = 2 * torch.randn(2, 9, 32)
@@ -159,9 +157,9 @@ def test_what_is_watched_is_what_is_computed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["softcap", "alibi", "xsa"])
-def test_a_host_that_writes_attention_out_says_what_it_cannot_do(name: str) -> None:
+def test_a_host_that_writes_attention_out_says_what_it_cannot_do(name):
     class WritesOut(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             heads = x.unflatten(-1, (4, 8)).transpose(1, 2)
             return ((heads @ heads.mT / 8**0.5).softmax(-1) @ heads).transpose(1, 2).flatten(2)
 
@@ -170,9 +168,9 @@ def test_a_host_that_writes_attention_out_says_what_it_cannot_do(name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["gate", "diff", "forget"])
-def test_the_layers_input_comes_from_the_layer_or_is_missed(name: str) -> None:
+def test_the_layers_input_comes_from_the_layer_or_is_missed(name):
     class Calls(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             heads = x.unflatten(-1, (4, 8)).transpose(1, 2)
             return torch.nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2)
 
@@ -199,7 +197,7 @@ def test_the_layers_input_comes_from_the_layer_or_is_missed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["kscale", "fkn"])
-def test_gradients_under_activation_checkpointing_are_those_without(name: str) -> None:
+def test_gradients_under_activation_checkpointing_are_those_without(name):
     """The backward pass computes the step once more, with the scale that the step had."""
     found = []
     for checkpointed in (False, True):
@@ -215,13 +213,13 @@ def test_gradients_under_activation_checkpointing_are_those_without(name: str) -
 
 @pytest.mark.parametrize("name", ["xsa", "alibi", "forget"])
 @pytest.mark.parametrize("tokens", [5, 9])
-def test_what_needs_the_tokens_own_keys_refuses_another_sequence(name: str, tokens: int) -> None:
+def test_what_needs_the_tokens_own_keys_refuses_another_sequence(name, tokens):
     with pytest.raises(quest_core.UnsupportedError, match=f"'{name}' cannot attend to another sequence"):
         quest_core.Attention(32, 4, name)(torch.randn(2, 5, 32), torch.randn(2, tokens, 32))
 
 
 @pytest.mark.parametrize("name", ["xsa", "alibi"])
-def test_more_queries_than_keys_are_refused(name: str) -> None:
+def test_more_queries_than_keys_are_refused(name):
     q, k, v = (torch.randn(1, 4, n, 8) for n in (4, 3, 3))
     with pytest.raises(
         quest_core.InputError, match=f"q has 4 tokens and k has 3; '{name}' needs those of one sequence"
@@ -230,7 +228,7 @@ def test_more_queries_than_keys_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["kscale", "fkn"])
-def test_a_running_scale_moves_in_bfloat16(name: str) -> None:
+def test_a_running_scale_moves_in_bfloat16(name):
     """A hundredth of a small difference is below its precision."""
     made = quest_core.Attention(32, 4, name).to(torch.bfloat16).mechanism.train()
     keys = F.normalize(torch.randn(1, 4, 9, 8), dim=-1).to(torch.bfloat16)
@@ -240,7 +238,7 @@ def test_a_running_scale_moves_in_bfloat16(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["kscale", "fkn"])
-def test_padding_does_not_count_for_a_running_scale(name: str) -> None:
+def test_padding_does_not_count_for_a_running_scale(name):
     made = quest_core.Mechanism(name, num_heads=4, head_dim=8).train()
     q, k, v = torch.randn(3, 43, 4, 8)
     quest_core.attention_packed(q, 5 * F.normalize(k, dim=-1), v, made, cu_seqlens=torch.tensor([0, 40, 43]))
@@ -253,20 +251,20 @@ def test_padding_does_not_count_for_a_running_scale(name: str) -> None:
     torch.testing.assert_close(made.score.pending, torch.full((4,), 4.96))
 
 
-def test_qk_clip_refuses_what_follows_the_product() -> None:
+def test_qk_clip_refuses_what_follows_the_product():
     for name, why in (("standard+softcap", "'softcap' changes logits"), ("quest-gain", "its score changes queries")):
         with pytest.raises(quest_core.ConfigError, match=why):
             quest_core.QKClip(quest_core.Attention(32, 4, name))
 
 
 @pytest.mark.parametrize("name", ["ssmax", "kscale", "fkn"])
-def test_logits_without_a_mask_are_refused_where_they_need_more_than_queries_and_keys(name: str) -> None:
+def test_logits_without_a_mask_are_refused_where_they_need_more_than_queries_and_keys(name):
     with pytest.raises(quest_core.UnsupportedError, match="no logits that queries and keys determine"):
         quest_core.Mechanism(name, num_heads=4, head_dim=8).logits(*torch.randn(2, 1, 4, 5, 8))
 
 
 @pytest.mark.parametrize("name", ["kscale", "fkn"])
-def test_a_running_scale_in_training_mode_takes_steps_of_decoding_and_overflows(name: str) -> None:
+def test_a_running_scale_in_training_mode_takes_steps_of_decoding_and_overflows(name):
     layer = quest_core.Attention(32, 4, name).train()
     cache, mask = quest_core.Cache(), torch.ones(2, 1, 1, 5, dtype=torch.bool)
     mask[0, ..., :1] = False

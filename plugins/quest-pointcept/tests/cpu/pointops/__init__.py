@@ -4,8 +4,6 @@ Point Transformer V3 calls none of it; Sonata's and Concerto's losses match the 
 raise when they are called.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import torch
