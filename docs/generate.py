@@ -24,7 +24,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
-SITE = "https://quest-attention.github.io/quest/results"
+RESULTS = ROOT / "research" / "results"
 BEGIN, END = "<!-- generated: {} -->", "<!-- end of generated -->"
 
 
@@ -108,7 +108,7 @@ def transforms() -> str:
 @functools.cache
 def groups(report: str, baseline: str) -> list[Group]:
     """The tables of a report, whose comparisons with `baseline` are corrected over the report."""
-    return read_groups(ROOT / "research" / "results" / report, baseline)
+    return read_groups(RESULTS / report, baseline)
 
 
 def row(entry: dict[str, Any], attention: str, baseline: str = "standard") -> Row | None:
@@ -142,6 +142,14 @@ def evidence(page: str) -> list[dict[str, Any]]:
     return tomllib.loads((ROOT / "docs" / "evidence.toml").read_text())[page]  # type: ignore[no-any-return]
 
 
+def study(entry: dict[str, Any]) -> str:
+    """The page about the report of an entry, by its path from docs/."""
+    folder = RESULTS / entry["report"]
+    while not (folder / "README.md").exists():
+        folder = folder.parent
+    return f"../{folder.relative_to(ROOT)}/README.md"
+
+
 def readme() -> str:
     """The paper's difference and ours."""
     lines = ["| QUEST − standard | paper | our model | seeds | ours (95 % interval) |", "|---|---:|---|--:|--:|"]
@@ -157,7 +165,7 @@ def choosing() -> str:
     lines = ["| you train | seeds | `quest` − `standard` |", "|---|--:|--:|"]
     for entry in evidence("choosing"):
         found = row(entry, "quest")
-        label = f"[{entry['label']}]({SITE}/{entry['report']}/report/)"
+        label = f"[{entry['label']}]({study(entry)})"
         lines.append(f"| {label} | {found.finished if found else 0} | {effect(found)} |")
     return "\n".join(lines)
 
@@ -166,7 +174,7 @@ def start() -> str:
     """Differences of an initial query norm of 12 from none."""
     lines = ["| you train | write | `quest(init=12)` − `quest` |", "|---|---|--:|"]
     for entry in evidence("start"):
-        label = f"[{entry['label']}]({SITE}/{entry['report']}/report/)"
+        label = f"[{entry['label']}]({study(entry)})"
         write = entry["write"] if " " in entry["write"] else f"`{entry['write']}`"
         found = effect(row(entry, "quest(init=12.0)", "quest"))
         lines.append(f"| {label} | {write} | {found} |")
@@ -182,7 +190,7 @@ def claims() -> str:
     for entry in evidence("claims"):
         found = row(entry, entry.get("attention", "quest"), entry.get("minus", "standard"))
         seeds = found.finished if found else 0
-        ours = f"[{entry['model']}]({SITE}/{entry['report']}/report/) | {seeds} | {effect(found)}"
+        ours = f"[{entry['model']}]({study(entry)}) | {seeds} | {effect(found)}"
         lines.append(f"| {entry['claim']} | {entry['paper']} | {ours} | {entry['settles']} |")
     return "\n".join(lines)
 

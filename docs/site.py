@@ -24,14 +24,13 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[1]
 SITE = "https://quest-attention.github.io/quest/"
 REPOSITORY = "https://github.com/quest-attention/quest"
-RAW = "https://raw.githubusercontent.com/quest-attention/quest/main/"
 RESULTS = ROOT / "research" / "results"
 CACHE = ROOT / ".cache" / "reports"
 BASELINES = {"gqa": "gqa", "start-grid": "quest", "start-grid/points": "quest", "start-grid/bytes": "quest"}
 BASELINES |= {"start-toy": "quest"}  # a folder of results -> what its report compares with; else standard
 SHIM, LOCAL_SHIM = "https://unpkg.com/iframe-worker/shim", "assets/search-from-files.js"
 VEGA, DRAW = "assets/vega.js", "assets/charts.js"
-LINK = re.compile(r"(?P<start>\]\()(?P<target>[^)\s]+)(?P<end>\))")
+LINK = re.compile(r"""(?P<start>\]\(|src(?:set)?=")(?P<target>[^)"\s]+)(?P<end>[)"])""")
 # Public is what these packages define or import as itself, and these names of other modules, which pages mention.
 PACKAGES = ("quest_core", "quest_core.mechanisms", "quest_core.testing")
 FURTHER = {
@@ -197,8 +196,6 @@ def on_page_markdown(text: str, *, page: Any, config: Any, files: Files) -> str:
             return f"{match['start']}{new}{'#' + anchor if anchor else ''}{match['end']}"
         elif target.startswith(f"{REPOSITORY}/blob/main/"):
             file = ROOT / target.removeprefix(f"{REPOSITORY}/blob/main/")
-        elif target.startswith(RAW):
-            file = ROOT / target.removeprefix(RAW)
         elif "://" in target or not target:
             return match[0]
         else:

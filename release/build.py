@@ -1,8 +1,9 @@
 """Check and build every distribution: ./dev release --dry-run. See RELEASING.md.
 
 1. Every distribution has the version of quest_core/__init__.py, and CHANGELOG.md has a section for it.
-2. Each is built twice, as sdist and as a wheel made from that sdist, and both builds have the same bytes.
-3. `twine check --strict` accepts what PyPI will render, and no link of a README is relative.
+2. Each is built twice, as sdist and as a wheel, and both builds have the same bytes. In its README the links to files
+   of the repository, which PyPI does not have, become addresses.
+3. `twine check --strict` accepts what PyPI will render.
 
 Without --dry-run the git tree must also be clean and tagged; the distributions stay in dist/ for the upload, which
 .github/workflows/release.yml does.
@@ -23,6 +24,7 @@ import zipfile
 from collections.abc import Sequence
 from email.parser import HeaderParser
 from pathlib import Path
+from urllib.parse import urljoin
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -33,6 +35,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "quest_core" / "__init__.py"
 
 UNRELEASED = "Not on PyPI yet"
+FILES = "https://github.com/quest-attention/quest/blob/main/"
+PICTURES = "https://raw.githubusercontent.com/quest-attention/quest/main/"
+LINK = re.compile(r"""(\]\(|src(?:set)?=")(?![a-z]+:|#)([^)"\s]+)""")  # relative ones
 
 
 class Failure(Exception):
@@ -75,23 +80,31 @@ def check_versions() -> None:
         raise Failure(f"CHANGELOG.md has no section '## {wanted}'")
 
 
+def for_pypi(text: str, folder: str) -> str:
+    """Return a README of `folder` in the repository with addresses in place of paths."""
+    return LINK.sub(lambda m: m[1] + urljoin((FILES if m[1] == "](" else PICTURES) + folder + "/", m[2]), text)
+
+
 def build(project: Path, folder: Path) -> list[Path]:
-    """Build an sdist, and a wheel from that sdist; returns both."""
+    """Build an sdist and a wheel; returns both."""
     epoch = subprocess.run(["git", "log", "-1", "--format=%ct"], cwd=ROOT, capture_output=True, text=True, check=True)
     variables = {**os.environ, "SOURCE_DATE_EPOCH": epoch.stdout.strip()}
     before = set(folder.iterdir())
-    _run([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(folder)], project, variables)
-    (sdist,) = set(folder.iterdir()) - before
-    with tempfile.TemporaryDirectory() as temporary, tarfile.open(sdist) as archive:
-        archive.extractall(temporary, filter="data")
-        (unpacked,) = Path(temporary).iterdir()
-        _run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)], unpacked, variables)
-    (wheel,) = set(folder.iterdir()) - before - {sdist}
-    return [sdist, wheel]
+    with tempfile.TemporaryDirectory() as temporary:
+        _run([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", temporary], project, variables)
+        (sdist,) = Path(temporary).iterdir()
+        with tarfile.open(sdist) as archive:
+            archive.extractall(temporary, filter="data")
+        unpacked = Path(temporary, sdist.name.removesuffix(".tar.gz"))
+        page = unpacked / "README.md"
+        page.write_text(for_pypi(page.read_text(), project.relative_to(ROOT).as_posix()))
+        for kind in ("sdist", "wheel"):
+            _run([sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(folder)], unpacked, variables)
+    return sorted(set(folder.iterdir()) - before, key=lambda path: path.suffix == ".whl")
 
 
 def check_wheel(wheel: Path) -> None:
-    """Raise Failure if a wheel lacks its licence, its types or its links, or if its page would have a relative link."""
+    """Raise Failure if a wheel lacks its licence, its types or its links, or if its page has a relative link."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
@@ -101,8 +114,7 @@ def check_wheel(wheel: Path) -> None:
             raise Failure(f"{wheel.name} lacks {wanted.rpartition('/')[2]}")
     if len(about.get_all("Project-URL") or ()) < 4:
         raise Failure(f"{wheel.name} has {about.get_all('Project-URL')} for links")
-    targets = re.findall(r"\]\(([^)#\s]+)", about.get_payload())
-    if relative := [target for target in targets if "://" not in target]:
+    if relative := [target for _, target in LINK.findall(about.get_payload())]:
         raise Failure(f"{wheel.name}: its page on PyPI would have the dead links {', '.join(relative)}")
 
 
