@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from clouds import SEGMENTATION
 from outcomes import check
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch_pointcloud import create_model
@@ -16,20 +17,7 @@ from devtools import matrix
 from quest_core.checkpoints import ENTRY
 
 NAME = "ptv3-base.scannet20.pointcept"
-SMALL = {
-    "in_channels": 4,
-    "num_classes": 3,
-    "strides": (2,),
-    "encoder_depths": (2, 2),
-    "encoder_channels": (16, 32),
-    "encoder_num_heads": (2, 4),
-    "encoder_patch_size": (8, 8),
-    "decoder_depths": (1,),
-    "decoder_channels": (16,),
-    "decoder_num_heads": (2,),
-    "decoder_patch_size": (8,),
-    "use_flash_attn": False,
-}
+SMALL = {**SEGMENTATION, "num_classes": 3}
 
 
 def build(attention, **options):

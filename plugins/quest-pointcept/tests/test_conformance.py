@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from clouds import clouds
+from clouds import ENCODER, SEGMENTATION, clouds
 from stand_in import Stages
 from torch_pointcloud.models.point_transformer_v3 import (
     PointTransformerV3Classification,
@@ -35,24 +35,9 @@ class Segmentation(TorchPointcloud):
     widths = (16, 32)
 
     def make_model(self):
-        return PointTransformerV3Segmentation(
-            in_channels=4,
-            num_classes=5,
-            strides=(2,),
-            encoder_depths=(2, 2),
-            encoder_channels=self.widths,
-            encoder_num_heads=(2, 4),
-            encoder_patch_size=(8, 8),
-            decoder_depths=(1,),
-            decoder_channels=self.widths[:1],
-            decoder_num_heads=(2,),
-            decoder_patch_size=(16,),
-            drop_path=0.1,
-            attn_drop=self.attn_drop,
-            proj_drop=0.1,
-            attn_kind=self.attn_kind,
-            use_flash_attn=False,
-        )
+        widths = {"encoder_channels": self.widths, "decoder_channels": self.widths[:1], "decoder_patch_size": (16,)}
+        drops = {"drop_path": 0.1, "attn_drop": self.attn_drop, "proj_drop": 0.1}
+        return PointTransformerV3Segmentation(**SEGMENTATION | widths | drops, attn_kind=self.attn_kind)
 
     attn_drop = 0.0
 
@@ -94,16 +79,8 @@ class TestClassification(TorchPointcloud):
     sites = 2
 
     def make_model(self):
-        return PointTransformerV3Classification(
-            in_channels=4,
-            num_classes=3,
-            strides=(2,),
-            encoder_depths=(1, 1),
-            encoder_channels=(16, 16),
-            encoder_num_heads=(2, 2),
-            encoder_patch_size=(8, 8),
-            use_flash_attn=False,
-        )
+        sizes = {"encoder_depths": (1, 1), "encoder_channels": (16, 16), "encoder_num_heads": (2, 2)}
+        return PointTransformerV3Classification(**ENCODER | sizes | {"drop_path": 0.1}, num_classes=3)
 
     def make_inputs(self):
         return clouds(40, 30, 5)
@@ -116,19 +93,9 @@ class TestSonataEncoder(TorchPointcloud):
     sites = 3
 
     def make_model(self):
-        return PointTransformerV3Encoder(
-            in_channels=4,
-            strides=(2,),
-            encoder_depths=(1, 2),
-            encoder_channels=(16, 32),
-            encoder_num_heads=(2, 2),
-            encoder_patch_size=(8, 8),
-            use_flash_attn=False,
-            pooling="grid",
-            stem_type="linear",
-            norm="layer_norm",
-            norm_kwargs={"mode": "node"},
-        )
+        sizes = {"encoder_depths": (1, 2), "encoder_num_heads": (2, 2), "drop_path": 0.1}
+        kinds = {"pooling": "grid", "stem_type": "linear", "norm": "layer_norm", "norm_kwargs": {"mode": "node"}}
+        return PointTransformerV3Encoder(**ENCODER | sizes | kinds)
 
     def make_inputs(self):
         return clouds(45, 30)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from clouds import clouds
+from clouds import ENCODER, SEGMENTATION, clouds
 from spawned import Config, torch_pointcloud_model
 from stand_in import Stages, serialized
 from torch import nn
@@ -28,15 +28,6 @@ from quest_core import AttentionMismatchWarning, ConfigError, Mechanism, Unsuppo
 from quest_core.mechanisms import elliptical
 from quest_pointcept import PointceptAdapter
 from quest_pointcept.hosts import BATCHES, build, calibrate_what_was_loaded, check, reduce
-
-ENCODER = {
-    "in_channels": 4, "strides": (2,), "encoder_depths": (2, 2), "encoder_channels": (16, 32),
-    "encoder_num_heads": (2, 4), "encoder_patch_size": (8, 8), "drop_path": 0.0, "use_flash_attn": False,
-}  # fmt: skip
-SEGMENTATION = {
-    **ENCODER, "num_classes": 5, "decoder_depths": (1,), "decoder_channels": (16,), "decoder_num_heads": (2,),
-    "decoder_patch_size": (8,),
-}  # fmt: skip
 
 
 def mechanisms(model):
