@@ -22,9 +22,8 @@ from test_adapter import TestEncoder  # noqa: E402, which pytest runs here
 from quest_toy.adapter import FusedAttention, ToyAdapter  # noqa: E402
 
 
-class TestTorchEncoder(AdapterConformance):
+class TestTorchEncoder(AdapterConformance, sites=2):
     adapter = TorchAdapter()
-    sites = 2
 
     def make_model(self):
         layer = nn.TransformerEncoderLayer(16, 4, 32, 0.1, batch_first=True)
@@ -50,11 +49,10 @@ class TestTorchEncoderWithoutDropout(TestTorchEncoder):
         return nn.TransformerEncoder(layer, 2)
 
 
-class TestTorchDecoder(AdapterConformance):
+class TestTorchDecoder(AdapterConformance, sites=4):
     """Causal self-attention and cross-attention."""
 
     adapter = TorchAdapter()
-    sites = 4
     mechanisms = tuple(name for name in AdapterConformance.mechanisms if name != "sinkhorn")  # it cannot be causal
 
     def make_model(self):

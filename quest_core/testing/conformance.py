@@ -71,7 +71,7 @@ def from_elsewhere() -> list[str]:
 class AdapterConformance(ABC):
     """Inherit, name the class ``Test...``, and fill in what is marked.
 
-    Attributes:
+    Attributes, which may also stand behind the base, as in ``class TestLarge(TestSmall, variant=True, sites=4)``:
         adapter: the adapter under test.
         sites: the number of attention modules in the model of `make_model`.
         mechanisms: mechanisms that the host must honour.
@@ -84,9 +84,11 @@ class AdapterConformance(ABC):
         tolerance: absolute and relative difference allowed between `standard` and the host, in float32.
     """
 
-    def __init_subclass__(cls) -> None:
-        """Drop the tests that say nothing about this host, so that none is skipped."""
+    def __init_subclass__(cls, **attributes: Any) -> None:
+        """Set the attributes, and drop the tests that say nothing about this host, so that none is skipped."""
         super().__init_subclass__()
+        for name, value in attributes.items():
+            setattr(cls, name, value)
         for applies, test in (
             (cls.make_padded is not AdapterConformance.make_padded, "test_padding_never_matters"),
             (cls.adapter.capabilities.regroups, "test_a_host_checkpoint_loads_into_fewer_key_heads"),

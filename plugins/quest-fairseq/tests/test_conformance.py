@@ -18,11 +18,10 @@ def tokens(batch, length):
     return torch.randint(4, 20, (batch, length))
 
 
-class LanguageModel(AdapterConformance):
+class LanguageModel(AdapterConformance, sites=2):
     """Tokens [B, T] -> logits [B, T, V]."""
 
     adapter = FairseqAdapter()
-    sites = 2
     mechanisms = CAUSAL
 
     def make_inputs(self):
@@ -34,34 +33,27 @@ class LanguageModel(AdapterConformance):
         return (one,), (other,), lambda out: out[:, :6]
 
 
-class TestLanguageModel(LanguageModel):
+class TestLanguageModel(LanguageModel, refused=("sinkhorn", "kdgqa(kv_heads=2)", "pgqa(kv_heads=2)")):
     """Without attention dropout, so that families, which have no weights to drop, are tried as well."""
-
-    refused = ("sinkhorn", "kdgqa(kv_heads=2)", "pgqa(kv_heads=2)")
 
     def make_model(self):
         return build("transformer_lm", *LM)
 
 
-class TestLanguageModelFewHeads(LanguageModel):
+class TestLanguageModelFewHeads(LanguageModel, variant=True, pickles=False):
     """Learned positions, a factor for each head, layers that are computed again for the backward pass."""
-
-    variant = True
 
     def make_model(self):
         return build("transformer_lm", *LM, "--decoder-learned-pos", "--checkpoint-activations", "--scale-heads")
 
     compiles = False  # fairseq's own checkpointed layers cannot be
-    pickles = False
 
 
-class TestTranslation(AdapterConformance):
+class TestTranslation(AdapterConformance, sites=6, refused=("sinkhorn", "aft-full", "linear", "aft-simple")):
     """Encoder, decoder and cross-attention, with dropout on the weights, whose masks come from fairseq's own stream."""
 
     adapter = FairseqAdapter()
-    sites = 6
     mechanisms = CAUSAL
-    refused = ("sinkhorn", "aft-full", "linear", "aft-simple")
     compiles = False  # the modules are those of the language model, which is compiled above; this would take a minute
 
     def make_model(self):

@@ -21,11 +21,10 @@ SIZES = {"d_model": 16, "d_embed": 16, "n_head": 4, "d_head": 4, "d_inner": 32, 
 SHAPE = "--n-layer 2 --d-model 16 --n-head 4 --d-head 4 --d-inner 32 --mem-len 12 --dropout 0.1 --dropatt 0.1"
 
 
-class TestTransformerXL(AdapterConformance):
+class TestTransformerXL(AdapterConformance, sites=2):
     """Tokens [B, T] with a memory of earlier hidden states."""
 
     adapter = FairseqAdapter()
-    sites = 2
     mechanisms = ("quest", "qnorm", "qknorm-hs", "qknorm-ds", "quest+sigmoid")
     refused = ("gqa(kv_heads=2)", "sinkhorn", "linear", "elliptical", "aft-full")
     compiles = False  # the host asks for values of tensors in its forward

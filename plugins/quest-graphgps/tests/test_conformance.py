@@ -7,11 +7,9 @@ from quest_core.testing import AdapterConformance
 from quest_graphgps import GraphGPSAdapter
 
 
-class Graphs(AdapterConformance):
+class Graphs(AdapterConformance, sites=2, refused=("linear", "aft-full")):
     adapter = GraphGPSAdapter()
-    sites = 2
     sizes = SIZES
-    refused = ("linear", "aft-full")
 
 
 class Conv(Graphs):
@@ -36,28 +34,23 @@ class TestGPSConv(Conv):
     compiles = False  # the ragged batches below are compiled, by the same code
 
 
-class TestGPSConvRagged(Conv):
+class TestGPSConvRagged(Conv, variant=True):
     """Batches that are packed in evaluation, and for all but `standard` in training."""
 
-    variant = True
     sizes = RAGGED
 
 
-class TestGPSConvRaggedWithoutDropout(Conv):
+class TestGPSConvRaggedWithoutDropout(Conv, variant=True, compiles=False, refused=("aft-full", "aft-local")):
     """Always packed. Without dropout, linear attention and its relatives are possible."""
 
-    variant = True
     sizes = RAGGED
-    compiles = False
     dropout = 0.0
-    refused = ("aft-full", "aft-local")
 
 
-class TestTransformerConv(Graphs):
+class TestTransformerConv(Graphs, calibrates=False):
     mechanisms = ("quest", "qnorm", "qknorm", "qknorm-hs", "qknorm-ds")
     refused = ("quest(kv_heads=2)", "quest+sigmoid", "linear", "elliptical", "sinkhorn", "aft-simple")
 
-    calibrates = False
     # No logit but those of edges is formed, so references, and checkpoints of what this host refuses, do not apply.
     test_mechanisms_equal_their_reference_inside_the_host = None
     test_no_checkpoint_loads_silently_into_another_attention = test_attention_from_accepts_what_it_names = None

@@ -42,22 +42,16 @@ class OfDetector(AdapterConformance):
         return (torch.randn(2, 3, 32, 32),)
 
 
-class TestDetr(OfDetector):
+class TestDetr(OfDetector, sites=6, refused=("linear", "aft-full", "aft-conv")):
     """mmcv's attention in encoder and decoder."""
-
-    sites = 6
-    refused = ("linear", "aft-full", "aft-conv")
 
     def make_model(self):
         return Detector(small(DETR))
 
 
-class TestDabDetr(OfDetector):
+class TestDabDetr(OfDetector, sites=6, refused=("gqa(kv_heads=2)", "quest(init=5)", "aft-simple"), calibrates=False):
     """Queries and keys of contents and positions, in cross-attention side by side."""
 
-    sites = 6
-    refused = ("gqa(kv_heads=2)", "quest(init=5)", "aft-simple")
-    calibrates = False
     test_a_host_checkpoint_loads_into_fewer_key_heads = None
 
     def make_model(self):
@@ -94,20 +88,16 @@ class Backbone(AdapterConformance):
         return (torch.randn(2, 3, 32, 32),)
 
 
-class TestSwin(Backbone):
-    sites = 4
-    refused = ("linear", "elliptical-quest")
+class TestSwin(Backbone, sites=4, refused=("linear", "elliptical-quest")):
     config: ClassVar[dict[str, Any]] = {
         "type": "SwinTransformer", "embed_dims": 16, "patch_size": 2, "window_size": 4, "depths": (2, 2),
         "num_heads": (4, 4), "strides": (2, 2), "out_indices": (0, 1), "attn_drop_rate": 0.1,
     }  # fmt: skip
 
 
-class TestPvt(Backbone):
+class TestPvt(Backbone, sites=2, refused=("linear", "aft-conv")):
     """Keys from a reduced image in the first stage, from the image itself in the second."""
 
-    sites = 2
-    refused = ("linear", "aft-conv")
     config: ClassVar[dict[str, Any]] = {
         "type": "PyramidVisionTransformer", "pretrain_img_size": 32, "embed_dims": 16, "num_stages": 2,
         "num_layers": (1, 1), "num_heads": (2, 4), "patch_sizes": (4, 2), "strides": (4, 2), "paddings": (0, 0),

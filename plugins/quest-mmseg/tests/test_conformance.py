@@ -27,10 +27,8 @@ def randomized(model):
     return model
 
 
-class TestSegmenter(AdapterConformance):
+class TestSegmenter(AdapterConformance, sites=4, refused=("linear", "aft-conv(dims=1)", "aft-conv(prefix=1)")):
     adapter: ClassVar[Adapter] = MmsegAdapter()
-    sites = 4
-    refused = ("linear", "aft-conv(dims=1)", "aft-conv(prefix=1)")
     drops: ClassVar[dict[str, float]] = {"attn_drop_rate": 0.1, "drop_rate": 0.1}
 
     def make_model(self):
@@ -43,11 +41,9 @@ class TestSegmenter(AdapterConformance):
         return (torch.randn(2, 3, 32, 48),)
 
 
-class TestSegmenterWithoutDropout(TestSegmenter):
+class TestSegmenterWithoutDropout(TestSegmenter, variant=True, refused=("aft-conv(dims=1)", "aft-conv(prefix=1)")):
     """As the paper trains it: families are possible."""
 
-    variant = True
-    refused = ("aft-conv(dims=1)", "aft-conv(prefix=1)")
     drops: ClassVar[dict[str, float]] = {}
     test_compiles = None  # the same layers as above; a compilation takes ten seconds
 
@@ -81,47 +77,35 @@ _BEIT = {
 }  # fmt: skip
 
 
-class TestBEiT(Backbone):
-    sites = 2
-    refused = ("linear", "aft-simple")
+class TestBEiT(Backbone, sites=2, refused=("linear", "aft-simple")):
     config: ClassVar[dict[str, Any]] = {"type": "BEiT", "qv_bias": True, **_BEIT}
 
 
-class TestMAE(Backbone):
-    variant = True
-    sites = 2
-    refused = ("cosine", "aft-full")
+class TestMAE(Backbone, variant=True, sites=2, refused=("cosine", "aft-full")):
     config: ClassVar[dict[str, Any]] = {"type": "MAE", "init_values": 1.0, **_BEIT}
 
 
-class TestSwin(Backbone):
+class TestSwin(Backbone, sites=4, refused=("linear", "elliptical-quest")):
     """Windows with and without the mask of shifted ones."""
 
-    sites = 4
-    refused = ("linear", "elliptical-quest")
     config: ClassVar[dict[str, Any]] = {
         "type": "SwinTransformer", "embed_dims": 16, "patch_size": 2, "window_size": 4, "depths": (2, 2),
         "num_heads": (4, 4), "strides": (2, 2), "out_indices": (0, 1), "attn_drop_rate": 0.1,
     }  # fmt: skip
 
 
-class TestSegFormer(Backbone):
+class TestSegFormer(Backbone, sites=2, refused=("linear", "aft-conv")):
     """Keys from a reduced image in the first stage, from the image itself in the second."""
 
-    sites = 2
-    refused = ("linear", "aft-conv")
     config: ClassVar[dict[str, Any]] = {
         "type": "MixVisionTransformer", "embed_dims": 16, "num_stages": 2, "num_layers": (1, 1), "num_heads": (2, 4),
         "patch_sizes": (7, 3), "strides": (4, 2), "sr_ratios": (2, 1), "out_indices": (0, 1), "attn_drop_rate": 0.1,
     }  # fmt: skip
 
 
-class TestPCPVT(Backbone):
+class TestPCPVT(Backbone, variant=True, sites=2, refused=("linear",)):
     """Twins with only global attention."""
 
-    variant = True
-    sites = 2
-    refused = ("linear",)
     config: ClassVar[dict[str, Any]] = {
         "type": "PCPVT", "embed_dims": [16, 32], "patch_sizes": [4, 2], "strides": [4, 2], "num_heads": [2, 4],
         "mlp_ratios": [2, 2], "out_indices": (0, 1), "depths": [1, 1], "sr_ratios": [2, 1], "attn_drop_rate": 0.1,

@@ -26,12 +26,10 @@ class TorchPointcloud(Conformance):
     compiles = False  # and cannot be traced
 
 
-class Segmentation(TorchPointcloud):
+class Segmentation(TorchPointcloud, sites=5, refused=("aft-conv",)):
     """torch-pointcloud's encoder and decoder."""
 
-    sites = 5
     attn_kind = "default"
-    refused = ("aft-conv",)
     widths = (16, 32)
 
     def make_model(self):
@@ -49,35 +47,26 @@ class TestSegmentation(Segmentation):
     pass
 
 
-class TestSegmentationDropout(Segmentation):
+class TestSegmentationDropout(Segmentation, variant=True, refused=("linear", "aft-simple")):
     """Dropout on the weights: the numbers must come from the host's own stream."""
 
-    variant = True
     attn_drop = 0.2
-    refused = ("linear", "aft-simple")
 
 
-class TestSegmentationRelative(Segmentation):
-    variant = True
+class TestSegmentationRelative(Segmentation, variant=True, refused=FAMILIES_WITHOUT_SCORES):
     attn_kind = "rpe"
-    refused = FAMILIES_WITHOUT_SCORES
 
 
-class TestSegmentationRotary(Segmentation):
-    variant = True
+class TestSegmentationRotary(Segmentation, variant=True, refused=("aft-simple", "aft-full", "aft-local")):
     attn_kind = "rope"
     widths = (24, 48)
-    refused = ("aft-simple", "aft-full", "aft-local")
 
     def make_inputs(self):
         x, grid, batch = clouds(45, 30, 5)
         return x, grid, batch, grid.float() / 4
 
 
-class TestClassification(TorchPointcloud):
-    variant = True
-    sites = 2
-
+class TestClassification(TorchPointcloud, variant=True, sites=2):
     def make_model(self):
         sizes = {"encoder_depths": (1, 1), "encoder_channels": (16, 16), "encoder_num_heads": (2, 2)}
         return PointTransformerV3Classification(**ENCODER | sizes | {"drop_path": 0.1}, num_classes=3)
@@ -86,11 +75,8 @@ class TestClassification(TorchPointcloud):
         return clouds(40, 30, 5)
 
 
-class TestSonataEncoder(TorchPointcloud):
+class TestSonataEncoder(TorchPointcloud, variant=True, sites=3):
     """Grid pooling, a linear stem and layer norms: the encoder of Sonata, Concerto and Utonia."""
-
-    variant = True
-    sites = 3
 
     def make_model(self):
         sizes = {"encoder_depths": (1, 2), "encoder_num_heads": (2, 2), "drop_path": 0.1}
@@ -101,12 +87,10 @@ class TestSonataEncoder(TorchPointcloud):
         return clouds(45, 30)
 
 
-class StandIn(Conformance):
+class StandIn(Conformance, sites=4, refused=("aft-conv",)):
     """Pointcept's attention, which is called with a Point."""
 
-    sites = 4
     compiles = False  # layouts are made on the host, and Points are not tensors
-    refused = ("aft-conv",)
     options: ClassVar[dict] = {}
 
     def make_model(self):
@@ -120,38 +104,29 @@ class TestPoint(StandIn):
     pass
 
 
-class TestPointSmallCloud(StandIn):
+class TestPointSmallCloud(StandIn, variant=True):
     """Without flash, every patch shrinks to the smallest cloud."""
-
-    variant = True
 
     def make_inputs(self):
         return clouds(37, 12, 6)
 
 
-class TestPointFlash(StandIn):
+class TestPointFlash(StandIn, variant=True):
     """With it, patches keep their size, and a small cloud is a short patch."""
 
-    variant = True
     options: ClassVar[dict] = {"enable_flash": True}
 
     def make_inputs(self):
         return clouds(37, 12, 6)
 
 
-class TestPointDropout(StandIn):
-    variant = True
+class TestPointDropout(StandIn, variant=True, refused=("linear", "aft-simple")):
     options: ClassVar[dict] = {"attn_drop": 0.2, "upcast_attention": True, "upcast_softmax": True}
-    refused = ("linear", "aft-simple")
 
 
-class TestPointRelative(StandIn):
-    variant = True
+class TestPointRelative(StandIn, variant=True, refused=FAMILIES_WITHOUT_SCORES):
     options: ClassVar[dict] = {"enable_rpe": True}
-    refused = FAMILIES_WITHOUT_SCORES
 
 
-class TestPointRotary(StandIn):
-    variant = True
+class TestPointRotary(StandIn, variant=True, refused=("aft-simple", "aft-full")):
     options: ClassVar[dict] = {"rotary": True, "enable_flash": True}
-    refused = ("aft-simple", "aft-full")

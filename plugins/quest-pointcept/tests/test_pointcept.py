@@ -77,12 +77,10 @@ def data(*counts):
     }
 
 
-class Pointcept(AdapterConformance):
+class Pointcept(AdapterConformance, sites=6, refused=("aft-conv",)):
     adapter = PointceptAdapter()
-    sites = 6
     autocasts = False  # spconv has no bfloat16 on a CPU
     compiles = False  # and cannot be traced
-    refused = ("aft-conv",)
     name = "PT-v3m1"
     options: ClassVar[dict] = {}
 
@@ -100,22 +98,16 @@ class TestM1(Pointcept):
     pass
 
 
-class TestM1SmallCloud(Pointcept):
-    variant = True
-
+class TestM1SmallCloud(Pointcept, variant=True):
     def make_inputs(self):
         return (data(70, 9, 33),)
 
 
-class TestM1Relative(Pointcept):
-    variant = True
+class TestM1Relative(Pointcept, variant=True, refused=("linear", "aft-simple")):
     options: ClassVar[dict] = {"enable_rpe": True, "attn_drop": 0.1, "upcast_attention": True, "upcast_softmax": True}
-    refused = ("linear", "aft-simple")
 
 
-class TestM1Classification(Pointcept):
-    variant = True
-    sites = 4
+class TestM1Classification(Pointcept, variant=True, sites=4):
     options: ClassVar[dict] = {"enc_mode": True}
 
 
@@ -128,17 +120,14 @@ class TestM2(Pointcept):
         return ({**data(70, 45, 33), "mask": torch.arange(148) % 3 == 0},)
 
 
-class TestM3(Pointcept):
+class TestM3(Pointcept, refused=("aft-simple", "aft-full")):
     name = "PT-v3m3"
     options: ClassVar[dict] = {"shift_coords": 0.5, "jitter_coords": 1.2, "rescale_coords": 1.2}
-    refused = ("aft-simple", "aft-full")
 
 
-class TestM3HalfRotary(Pointcept):
-    variant = True
+class TestM3HalfRotary(Pointcept, variant=True, refused=("aft-conv",)):
     name = "PT-v3m3"
     options: ClassVar[dict] = {"dec_rope_enable": False}
-    refused = ("aft-conv",)
 
 
 LITE = {

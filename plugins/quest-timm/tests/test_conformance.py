@@ -23,11 +23,8 @@ def explicit():
     timm.layers.set_fused_attn(True)
 
 
-class Images(AdapterConformance):
+class Images(AdapterConformance, sites=2, refused=("aft-conv",), tolerance=1e-6):
     adapter = TimmAdapter()
-    sites = 2
-    refused = ("aft-conv",)
-    tolerance = 1e-6
 
     @pytest.mark.parametrize("training", [True, False])
     def test_standard_equals_the_host_without_fused_attention(self, explicit, training):
@@ -50,10 +47,9 @@ class TestVisionTransformer(Images):
         return VisionTransformer(**SMALL, attn_drop_rate=0.2, proj_drop_rate=0.1)
 
 
-class TestVisionTransformerWithEverything(Images):
+class TestVisionTransformerWithEverything(Images, variant=True):
     """Norms of queries and keys, layer scale, register tokens, pooled output."""
 
-    variant = True
     calibrates = False  # the norm of the queries would undo it
 
     def make_model(self):
@@ -67,8 +63,7 @@ class TestEva(Images):
         return Eva(**SMALL, use_rot_pos_emb=True, attn_drop_rate=0.2, scale_attn_inner=True, head_init_scale=1.0)
 
 
-class TestEvaSeparate(Images):
-    variant = True
+class TestEvaSeparate(Images, variant=True):
     refused = ("aft-simple",)  # its queries do not meet keys, where rotary positions act
 
     def make_model(self):
@@ -80,25 +75,18 @@ class TestRope(Images):
         return Eva(**SMALL, use_rot_pos_emb=True, attn_type="rope", rope_rotate_half=True, head_init_scale=1.0)
 
 
-class TestBeit(Images):
-    refused = ("linear",)
-
+class TestBeit(Images, refused=("linear",)):
     def make_model(self):
         return Beit(**SMALL, use_rel_pos_bias=True, use_abs_pos_emb=False, attn_drop_rate=0.2, head_init_scale=1.0)
 
 
-class TestBeitSharedBias(Images):
-    variant = True
-    refused = ("linear",)
-
+class TestBeitSharedBias(Images, variant=True, refused=("linear",)):
     def make_model(self):
         return Beit(**SMALL, use_shared_rel_pos_bias=True, qkv_bias=False, head_init_scale=1.0)
 
 
-class TestSwin(Images):
+class TestSwin(Images, refused=("linear", "elliptical-quest")):
     """The second block shifts its windows, which needs the mask."""
-
-    refused = ("linear", "elliptical-quest")
 
     def make_model(self):
         return lively(SwinTransformer(
@@ -107,11 +95,8 @@ class TestSwin(Images):
         ))  # fmt: skip
 
 
-class TestCrossVit(Images):
+class TestCrossVit(Images, sites=5, refused=("elliptical-quest",)):
     """Two branches; each class token attends to the other branch."""
-
-    sites = 5
-    refused = ("elliptical-quest",)
 
     def make_model(self):
         return CrossVit(
@@ -120,12 +105,9 @@ class TestCrossVit(Images):
         )  # fmt: skip
 
 
-class TestNativeGroups(Images):
+class TestNativeGroups(Images, variant=True, refused=("quest+gqa(kv_heads=1)",), calibrates=False):
     """Key heads that timm shares itself stay as they are."""
 
-    variant = True
-    refused = ("quest+gqa(kv_heads=1)",)
-    calibrates = False
     test_a_host_checkpoint_loads_into_fewer_key_heads = None
 
     def make_model(self):
@@ -134,12 +116,9 @@ class TestNativeGroups(Images):
         )
 
 
-class TestMaxVit(Images):
+class TestMaxVit(Images, sites=2, refused=("linear", "quest+gqa(kv_heads=1)", "elliptical-quest"), calibrates=False):
     """Windows and grids, with relative positions; timm's own forward."""
 
-    sites = 2
-    refused = ("linear", "quest+gqa(kv_heads=1)", "elliptical-quest")
-    calibrates = False
     test_a_host_checkpoint_loads_into_fewer_key_heads = None
 
     def make_model(self):

@@ -10,15 +10,13 @@ from quest_transformers import TransformersAdapter
 from quest_transformers.anatomy import is_attention, regroups
 
 
-class Model(AdapterConformance):
+class Model(AdapterConformance, sites=2):
     adapter = TransformersAdapter()
-    sites = 2
     model = ""
 
-    def __init_subclass__(cls):
+    def __init_subclass__(cls, **attributes):
         cls.model = cls.__name__.removeprefix("Test").lower()
-        cls.sites = SITES.get(cls.model, 2)
-        super().__init_subclass__()
+        super().__init_subclass__(sites=SITES.get(cls.model, 2), **attributes)
 
     def make_model(self):
         return build(self.model)
@@ -40,17 +38,15 @@ class Padded(Model):
         return (one,), (other,), lambda out: out[real]
 
 
-class Causal(Padded):
+class Causal(Padded, refused=("sinkhorn", "quest+kdgqa(kv_heads=2)", "linear")):
     mechanisms = tuple(name for name in AdapterConformance.mechanisms if name != "sinkhorn")
-    refused = ("sinkhorn", "quest+kdgqa(kv_heads=2)", "linear")
 
 
 class TestBert(Padded):
     refused = ("linear",)  # the model has dropout, and linear attention has no weights to drop
 
 
-class TestVit(Model):
-    refused = ("linear",)
+class TestVit(Model, refused=("linear",)):
     if not all(regroups(m) for m in build("vit").modules() if is_attention(m)):  # an older transformers
         refused = ("linear", "quest+gqa(kv_heads=2)")
         test_a_host_checkpoint_loads_into_fewer_key_heads = None
@@ -69,13 +65,12 @@ class TestLlama(Causal):
     pass
 
 
-class TestQwen3(Causal):
-    variant = True
+class TestQwen3(Causal, variant=True):
     calibrates = False  # it normalizes queries after their projection
 
 
-class TestMistral(Causal):
-    variant = True
+class TestMistral(Causal, variant=True):
+    pass
 
 
 class TestBart(Causal):

@@ -22,11 +22,10 @@ SMALL = {"n_layers": 2, "d_model": 16, "n_heads": 4, "d_ff": 32, "dropout": 0.1}
 CLASSES = {"colour": ["red", "green", "blue"], "size": ["small", "large"]}
 
 
-class Series(AdapterConformance):
+class Series(AdapterConformance, sites=2):
     """Architectures on series [B, 3, 12]."""
 
     adapter = TsaiAdapter()
-    sites = 2
 
     def make_inputs(self):
         return (torch.randn(4, 3, 12),)
@@ -47,43 +46,32 @@ class TestTSTPlus(Masked):
         return TSTPlus(3, 5, 12, attn_dropout=0.1, **SMALL)
 
 
-class TestTSTPlusDropout(Masked):
+class TestTSTPlusDropout(Masked, variant=True):
     """No scores passed on, dropout on the weights: the masks must come from tsai's own stream."""
-
-    variant = True
 
     def make_model(self):
         return TSTPlus(3, 5, 12, res_attention=False, attn_dropout=0.3, **SMALL)
 
 
-class TestTSTPlusOddHeads(Series):
+class TestTSTPlusOddHeads(Series, variant=True):
     """d_k differs from d_model / n_heads: tsai's factor still follows the width."""
-
-    variant = True
 
     def make_model(self):
         return TSTPlus(3, 5, 12, d_k=6, d_v=3, **SMALL)
 
 
-class TestTSTPlusAttentionMask(Series):
-    variant = True
-
+class TestTSTPlusAttentionMask(Series, variant=True):
     def make_model(self):
         far = (torch.arange(12)[:, None] - torch.arange(12)).abs() > 3
         return TSTPlus(3, 5, 12, attn_mask=far, **SMALL)
 
 
-class TestTSTPlusAdditiveMask(Series):
-    variant = True
-
+class TestTSTPlusAdditiveMask(Series, variant=True):
     def make_model(self):
         return TSTPlus(3, 5, 12, attn_mask=torch.linspace(-2, 1, 144).view(12, 12), **SMALL)
 
 
-class TestMultiTSTPlus(Series):
-    variant = True
-    sites = 4
-
+class TestMultiTSTPlus(Series, variant=True, sites=4):
     def make_model(self):
         return MultiTSTPlus([1, 2], 5, 12, **SMALL)
 
@@ -103,10 +91,7 @@ class TestPatchTST(Series):
         return PatchTST(3, None, 12, pred_dim=4, patch_len=4, stride=2, attn_dropout=0.1, **SMALL)
 
 
-class TestPatchTSTDecomposed(Series):
-    variant = True
-    sites = 4
-
+class TestPatchTSTDecomposed(Series, variant=True, sites=4):
     def make_model(self):
         return PatchTST(3, None, 12, 4, patch_len=4, stride=2, decomposition=True, res_attention=False, **SMALL)
 
@@ -120,25 +105,17 @@ class TestTSPerceiver(Series):
         )
 
 
-class TestConvTran(Series):
-    sites = 1
-
+class TestConvTran(Series, sites=1):
     def make_model(self):
         return ConvTranPlus(3, 5, 12)
 
 
-class TestConvTranVector(Series):
-    variant = True
-    sites = 1
-
+class TestConvTranVector(Series, variant=True, sites=1):
     def make_model(self):
         return ConvTranPlus(3, 5, 12, rel_pos_encode="vector")
 
 
-class TestConvTranPlain(Series):
-    variant = True
-    sites = 1
-
+class TestConvTranPlain(Series, variant=True, sites=1):
     def make_model(self):
         return ConvTranPlus(3, 5, 12, rel_pos_encode=None)
 
@@ -154,14 +131,12 @@ class TestRNNAttention(Recurrent):
     kind = RNNAttention
 
 
-class TestLSTMAttentionPlus(Recurrent):
-    variant = True
+class TestLSTMAttentionPlus(Recurrent, variant=True):
     kind = LSTMAttentionPlus
 
 
-class Tabular(AdapterConformance):
+class Tabular(AdapterConformance, sites=2):
     adapter = TsaiAdapter()
-    sites = 2
 
     def test_copies_and_pickles(self):
         with torch.no_grad():  # tsai keeps the weights of the last call, which no copy survives with a gradient
@@ -182,9 +157,7 @@ class TestTabFusionTransformer(TestTabTransformer):
     kind = TabFusionTransformer
 
 
-class TestTSTabFusionTransformer(Tabular):
-    variant = True
-
+class TestTSTabFusionTransformer(Tabular, variant=True):
     def make_model(self):
         return TSTabFusionTransformer(3, 5, 12, CLASSES, ["weight"], d_model=16, n_layers=2, n_heads=4)
 
