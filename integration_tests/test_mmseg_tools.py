@@ -11,7 +11,6 @@ import warnings
 from pathlib import Path
 
 import mmseg
-import numpy as np
 import pytest
 import torch
 from mmengine import Config
@@ -212,37 +211,9 @@ def test_a_killed_run_resumes_as_if_it_had_not_been(attention, folder, trained, 
 
 
 @pytest.mark.slow
-def test_test_time_augmentation_and_corruptions(folder, trained, tool):
-    checkpoint = str(trained("standard") / f"iter_{ITERATIONS}.pth")
-    tool("test.py", "ours.py", checkpoint, "--tta", "--work-dir", "tta")
-    text = (folder / "ours.py").read_text()
-    for name, step in (("clean", ""), ("foggy", 'dict(type="Corrupt", name="fog", severity=5),')):
-        pipeline = f'[dict(type="LoadImageFromFile"), {step} dict(type="LoadAnnotations"), dict(type="PackSegInputs")]'
-        loader = f"test_dataloader = dict(dataset=dict(pipeline={pipeline}))\n"
-        (folder / f"{name}.py").write_text(text.replace("test_dataloader = val_dataloader\n", loader + _ROOT))
-        tool("test.py", f"{name}.py", checkpoint, "--work-dir", name, "--out", f"{name}-out")
+def test_test_time_augmentation(folder, trained, tool):
+    tool("test.py", "ours.py", str(trained("standard") / f"iter_{ITERATIONS}.pth"), "--tta", "--work-dir", "tta")
     assert list((folder / "tta").glob("*/*.json"))
-    outputs = [sorted((folder / f"{name}-out").glob("*.png")) for name in ("clean", "foggy")]
-    assert len(outputs[0]) == len(outputs[1]) == 2
-    assert any(a.read_bytes() != b.read_bytes() for a, b in zip(*outputs, strict=True))
-
-
-_ROOT = """
-test_dataloader["num_workers"] = 0
-test_dataloader["persistent_workers"] = False
-test_dataloader["dataset"]["data_root"] = "scenes"
-"""
-
-
-@pytest.mark.slow
-def test_inference_model(folder, trained):
-    from mmseg.apis import inference_model, init_model
-
-    work = trained("quest+gqa(kv_heads=1)")
-    options = {"model.attention": "quest+gqa(kv_heads=1)"}
-    model = init_model(str(folder / "ours.py"), str(work / f"iter_{ITERATIONS}.pth"), device="cpu", cfg_options=options)
-    result = inference_model(model, np.zeros((40, 56, 3), dtype=np.uint8))
-    assert result.pred_sem_seg.data.shape == (1, 40, 56)
 
 
 RANKS = """

@@ -197,46 +197,13 @@ def test_command_line(given, expected):
 # --- standard is stock ----------------------------------------------------------------------------------------------
 
 
-def test_standard_initializes_and_trains_as_stock():
-    torch.manual_seed(0)
-    stock = MODELS.build(segmenter())
-    stock.init_weights()
-    ours = build(attention="standard")
-    theirs = stock.state_dict()
-    assert list(ours.state_dict()) == list(theirs)
-    assert all(torch.equal(value, theirs[name]) for name, value in ours.state_dict().items())
-    runs = []
-    for model in (stock, ours):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        run = []
-        for _ in range(5):
-            value = loss(model)
-            optimizer.zero_grad()
-            value.backward()
-            optimizer.step()
-            run.append(value.item())
-        runs.append(run)
-    assert runs[1] == pytest.approx(runs[0], rel=1e-5)
-    assert runs[0][-1] < runs[0][0]
-    quest = build(attention="quest").state_dict()
+def test_standard_initializes_as_stock():
+    theirs, ours, quest = (
+        build(**named).state_dict() for named in ({}, {"attention": "standard"}, {"attention": "quest"})
+    )
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
     assert [name for name in quest if not name.endswith(ENTRY)] == list(theirs)
-
-
-def test_the_fused_kernel_is_reached_and_stock_never_does(monkeypatch):
-    calls = []
-    fused = torch.nn.functional.scaled_dot_product_attention
-
-    def spy(*arguments, **options):
-        calls.append(1)
-        return fused(*arguments, **options)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
-    stock, ours = MODELS.build(segmenter()).train(), build(attention="standard").train()
-    large = torch.randn(2, 3, 128, 128)
-    stock(large)
-    assert not calls
-    ours(large)
-    assert len(calls) == 4
 
 
 @pytest.mark.parametrize("attention", ["quest", "elliptical", "aft-conv(window=3)"])
