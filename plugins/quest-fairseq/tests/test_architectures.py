@@ -1,12 +1,11 @@
 """`--attention` on every architecture of fairseq that has attention, by its command line and its own forward pass."""
 
-import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from conftest import USER_DIR, dictionary, options
+from conftest import dictionary, options
 from fairseq.models import ARCH_MODEL_INV_REGISTRY, MODEL_REGISTRY, build_model
 from fairseq.tasks.hubert_pretraining import HubertPretrainingConfig
 from torch import Tensor
@@ -85,33 +84,6 @@ def test_every_model_and_preset_of_fairseq_has_a_twin():
     assert "quest_roberta_large" in ARCH_MODEL_INV_REGISTRY["quest_roberta"]
     stock, ours = (vars(options(f"{prefix}transformer_lm_wiki103")) for prefix in ("", "quest_"))
     assert {key for key in ours if ours[key] != stock.get(key)} == {"arch"}
-
-
-@pytest.mark.parametrize(
-    ("arch", "task"),
-    [
-        ("roberta_base", "masked_lm --sample-break-mode eos --criterion masked_lm --tokens-per-sample 24"),
-        ("bart_base", "denoising --mask 0.3 --mask-length span-poisson --replace-length 1 --tokens-per-sample 24"),
-    ],
-)
-def test_masked_and_denoising_language_models_train(arch, task, tools, lm_data, tmp_path):
-    shape = [*ENCODER, *DECODER] if "bart" in arch else ENCODER
-    given = [
-        lm_data,
-        "--user-dir",
-        USER_DIR,
-        "--arch",
-        f"quest_{arch}",
-        "--attention",
-        "quest",
-        "--task",
-        *task.split(),
-    ]
-    given += ["--optimizer", "adam", "--lr", "0.003", "--batch-size", "8", "--max-update", "3", "--cpu", *shape]
-    given += ["--required-batch-size-multiple", "1"]
-    log = tools("train", *given, "--num-workers", "0", "--log-format", "simple", "--save-dir", tmp_path)
-    assert re.search(r"attention=quest in \d modules", log)
-    assert re.search(r"num_updates=3|num_updates 3|@ 3 updates", log)
 
 
 # --- an attention for each part -------------------------------------------------------------------------------------

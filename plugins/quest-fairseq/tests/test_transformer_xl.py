@@ -6,12 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import USER_DIR
-from fairseq import checkpoint_utils
 from test_tools import losses, perplexity
 from transformers.models.transfo_xl import TransfoXLConfig, TransfoXLLMHeadModel
 
 import quest_core
-from quest_core.checkpoints import ENTRY, decode
 from quest_core.testing import AdapterConformance
 from quest_fairseq import FairseqAdapter
 from quest_fairseq.transformer_xl import RelativeAttention, shift
@@ -150,25 +148,6 @@ def test_trains_as_stock_and_evaluates_with_a_longer_memory(tools, lm_data, tmp_
     assert 1 < perplexity(tools("eval_lm", *evaluate, "--model-overrides", longer)) < 60
     with pytest.raises(quest_core.CheckpointError, match="trained with attention 'quest'"):
         tools("eval_lm", *evaluate, "--model-overrides", "{'attention': 'standard'}")
-
-
-def test_the_shipped_yaml_trains_by_hydra(tools, lm_data, tmp_path, monkeypatch):
-    """As the README says, with smaller numbers; then the README's evaluation with a longer memory."""
-    monkeypatch.chdir(tmp_path)
-    smaller = "n_layer=2 d_model=16 n_head=4 d_head=4 d_inner=32 mem_len=12"
-    given = [f"model.{option}" for option in smaller.split()]
-    given += ["task.tokens_per_sample=12", "dataset.batch_size=4", "dataset.batch_size_valid=4", "common.cpu=true"]
-    given += ["dataset.num_workers=0", "optimization.max_update=3", "common.log_interval=1", "hydra.run.dir=."]
-    given += [f"task.data={lm_data}", f"common.user_dir={USER_DIR}", "model.attention=qnorm"]
-    tools("hydra_train", "--config-dir", f"{USER_DIR}/configs", "--config-name", "wikitext103-transformer-xl", *given)
-    checkpoint = tmp_path / "checkpoints" / "checkpoint_last.pt"
-    state = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint))
-    assert state["optimizer_history"][-1]["num_updates"] == 3
-    assert {decode(value) for name, value in state["model"].items() if name.endswith(ENTRY)} == {"qnorm"}
-    evaluate = [lm_data, "--user-dir", USER_DIR, "--path", checkpoint, "--cpu", "--task", "truncated_bptt_lm"]
-    evaluate += ["--tokens-per-sample", "64", "--batch-size", "1", "--num-workers", "0", "--model-overrides"]
-    log = tools("eval_lm", *evaluate, "{'mem_len': 640, 'clamp_len': 400, 'same_length': True}")
-    assert 1 < perplexity(log) < 60
 
 
 @pytest.mark.parametrize("facts", [{"reads": ("tokens",)}, {"stateful": True}])

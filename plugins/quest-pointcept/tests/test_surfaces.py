@@ -49,22 +49,12 @@ def injected(attention, **options):
 
 
 @pytest.mark.parametrize("attention", ["quest", "quest+gqa(ratio=2)", "aft-local(max_length=8, window=3, rank=4)"])
-def test_forward_backward_training_and_a_checkpoint(attention, tmp_path):
+def test_a_model_and_its_checkpoint(attention, tmp_path):
     model = segmentation(attention=attention)
     assert [str(m.config) for m in mechanisms(model)] == [str(quest_core.AttentionConfig.parse(attention))] * 5
     x, grid, batch = clouds(60, 45, 5)
-    label = (grid[:, 0] > 7).long() + 2 * (grid[:, 1] > 7)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    before = copy.deepcopy(model.state_dict())
-    losses = []
-    for _ in range(12):
-        loss = nn.functional.cross_entropy(model(x, grid, batch), label)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.7 * losses[0]
-    assert not [name for name, p in model.named_parameters() if torch.equal(p, before[name]) and "attn" in name]
+    model(x, grid, batch).square().sum().backward()
+    assert not [name for name, p in model.named_parameters() if "attn" in name and not p.grad.any()]
     torch.save(model.state_dict(), tmp_path / "model.pth")
     again = segmentation(1, attention=attention)
     with warnings.catch_warnings():

@@ -110,8 +110,11 @@ def test_any_architecture_is_right_or_refused(seed):
     assert not any(wrong), "\n".join(filter(None, wrong))
 
 
-def test_a_decoder_that_does_not_say_that_it_is_causal_sees_no_future():
-    assert check("bigbird_pegasus") is None
+# A decoder that does not say that it is causal, scaled queries, one layer for q, k and v, and experts.
+@pytest.mark.parametrize("name", ["bigbird_pegasus", "opt", "gpt_neox", "phi3", "mixtral"])
+def test_an_architecture_is_right_and_not_refused(name):
+    assert check(name) is None
+    assert built(CONFIG_MAPPING[name](**SIZES), "quest").attention_report.replacements
 
 
 @pytest.mark.parametrize("attention", ["standard", "quest", "quest+sigmoid"])

@@ -348,24 +348,6 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_any_model_that_calls_the_interface(name):
-    arguments = {"input_ids": torch.randint(3, 50, (2, 7))}
-    models = {}
-    for attention in ("eager", "standard", "quest"):
-        torch.manual_seed(0)
-        models[attention] = hf.AutoModelForCausalLM.from_config(OTHERS[name](), attn_implementation=attention).eval()
-    torch.testing.assert_close(
-        logits(models["standard"], arguments), logits(models["eager"], arguments), rtol=1e-6, atol=1e-6
-    )
-    assert not torch.allclose(logits(models["quest"], arguments), logits(models["eager"], arguments), atol=1e-6)
-    common = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    ids = arguments["input_ids"]
-    assert torch.equal(
-        models["quest"].generate(ids, **common), models["quest"].generate(ids, **common, use_cache=False)
-    )
-
-
-@pytest.mark.parametrize("name", OTHERS)
 def test_fewer_key_heads_run_or_are_refused_by_name(name):
     """OPT gives its keys as many heads as its queries, whatever their projection has."""
     config = OTHERS[name]()
