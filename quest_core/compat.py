@@ -134,6 +134,13 @@ def is_eager() -> bool:
     return not (is_compiling() or is_tracing() or _is_torch_func_active() or forward_ad._current_level >= 0)
 
 
+def is_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are one, or alias all entries of one, as reentrant checkpointing hands them on."""
+    if one is other or not is_eager() or one.shape != other.shape or one.stride() != other.stride():
+        return one is other
+    return not one.is_meta and one.numel() > 0 and one.data_ptr() == other.data_ptr()
+
+
 def callables(one: Any, other: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the `forward` of two modules, or the modules themselves if a hook or a recorder needs the call.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .cache import Cache
+from .compat import is_same
 from .config import AttentionConfig, AttentionSpec
 from .errors import ConfigError, InputError, UnsupportedError, check_sizes
 from .mechanism import Mechanism, head_sizes
@@ -131,7 +132,7 @@ class Attention(Projected):
                     f"attn_mask is {mask.dtype} of shape {list(mask.shape)}; it is boolean (True = may attend) or "
                     "floating point, [N, M] or [B, H, N, M] (a mask per sample [B, N, M] is written mask[:, None])"
                 )
-            same_tokens = source is x and cache is None
+            same_tokens = is_same(source, x) and cache is None
             mask = merge_masks(mask, self.mechanism.padding_mask(key_mask, same_tokens=same_tokens))
         if cache is None:
             out = self.mechanism(q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p, x=x)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .compat import is_same
 from .config import AttentionConfig, AttentionSpec
 from .errors import InputError
 from .mechanism import Mechanism, head_sizes
@@ -56,7 +57,7 @@ class MultiheadAttention(Projected, nn.MultiheadAttention):
         self.mechanism = Mechanism(self.config, num_heads=num_heads, head_dim=self.head_dim, projected=True)
         self.mechanism.to(device=device, dtype=dtype)
         leave_native_path(self.mechanism)
-        if torch.device(device or "cpu").type != "meta":
+        if not self.out_proj.weight.is_meta:
             init_norms(self)
 
     def _reset_parameters(self) -> None:
@@ -94,7 +95,7 @@ class MultiheadAttention(Projected, nn.MultiheadAttention):
             raise InputError(
                 f"query, key, value have {query.dim()}, {key.dim()}, {value.dim()} axes; all need 3, or 2 unbatched"
             )
-        same_tokens, same_values = query is key, query is key is value
+        same_tokens, same_values = is_same(query, key), query is key is value
         batched = query.dim() == 3
         tokens = 1 if self.batch_first else 0  # the axis of the tokens; the other is the batch
         if not batched:
@@ -104,10 +105,10 @@ class MultiheadAttention(Projected, nn.MultiheadAttention):
 
         # [B, N, H·D], [B, M, G·Dk], [B, M, G·D], or tokens first
         q, k, v = self._project(query, key, value, same_values)
-        mask = self._visible(attn_mask, key_padding_mask, batch, n, m, same_tokens=same_tokens)
         causal = is_causal and (attn_mask is None or n == m)
-        if causal and attn_mask is not None and key_padding_mask is None and not need_weights:
-            mask = None  # the caller says that attn_mask is the causal mask, as PyTorch lets them
+        if causal and not need_weights and (key_padding_mask is None or self.mechanism.family is not None):
+            attn_mask = None  # the caller says that it is the causal mask, as PyTorch lets them
+        mask = self._visible(attn_mask, key_padding_mask, batch, n, m, same_tokens=same_tokens)
         q, k, v = (
             x.unflatten(2, (heads, -1)).permute(1 - tokens, 2, tokens, 3)
             for x, heads in ((q, self.num_heads), (k, self.kv_heads), (v, self.kv_heads))

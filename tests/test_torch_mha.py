@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import quest_core
 from quest_core import MultiheadAttention
@@ -36,6 +37,33 @@ def pair(attention="standard", **settings):
     set_attention_from(ours, "standard")
     ours.load_state_dict(stock.state_dict(), strict=True)
     return stock, ours
+
+
+@pytest.mark.parametrize("attention", ["quest+sinkhorn", "quest+pgqa(kv_heads=2)"])
+def test_self_attention_is_known_when_a_checkpoint_repeats_it(attention):
+    """Reentrant checkpointing hands on three aliases of one tensor, of which padding hides the queries too."""
+    made = MultiheadAttention(12, 4, attention=attention, batch_first=True)
+    tokens, padding = torch.randn(2, 5, 12), torch.arange(5) >= torch.tensor([5, 3])[:, None]
+    grads = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        x = tokens.clone().requires_grad_()
+        out = checkpoint(made, x, x, x, padding, use_reentrant=True) if again else made(x, x, x, padding)
+        out[0][~padding].pow(2).sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(*grads)
+
+
+def test_a_decoder_with_padding_takes_a_family():
+    """nn.TransformerDecoder sends the causal mask and its padding."""
+    torch.manual_seed(0)
+    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 4, 32, dropout=0, batch_first=True), 2)
+    quest_core.inject(decoder, "linear")
+    x, memory, causal = torch.randn(2, 3, 16), torch.randn(2, 5, 16), nn.Transformer.generate_square_subsequent_mask(3)
+    padding = torch.tensor([[False, False, True], [False, False, False]])
+    out = decoder(x, memory, tgt_mask=causal, tgt_is_causal=True, tgt_key_padding_mask=padding)
+    short = decoder(x[:1, :2], memory[:1], tgt_mask=causal[:2, :2], tgt_is_causal=True)
+    torch.testing.assert_close(out[:1, :2], short)
 
 
 def inputs(stock, n=5, m=7, batch=2):
