@@ -187,6 +187,14 @@ def hide_lowest(mask: Tensor) -> Tensor:
     return mask.masked_fill(mask + mask <= torch.finfo(mask.dtype).min, -math.inf)
 
 
+def narrow(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an additive mask in the type of the queries, in which only −inf hides as before."""
+    if dtype != torch.float16 or mask.dtype == dtype:
+        return mask.to(dtype)
+    most = torch.finfo(dtype).max  # finite numbers beyond it would become infinite
+    return mask.clamp(-most, most).masked_fill(mask == -math.inf, -math.inf).to(dtype)
+
+
 def visible(mask: Tensor) -> Tensor:
     """Return what a mask, boolean or additive (−inf hides), leaves visible: boolean, with four axes."""
     seen = mask if mask.dtype == torch.bool else mask != -math.inf

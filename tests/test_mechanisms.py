@@ -19,6 +19,15 @@ SCORES = [name for name, part in mechanisms().items() if part.axis == "score" an
 FREE = [name for name in SCORES if not mechanisms()[name].learnable]
 
 
+def test_a_wide_mask_of_half_precision_queries_hides_only_by_infinity():
+    """The float32 numbers −1e9 and 1e5 are finite, and beyond float16."""
+    mask = torch.tensor([[-1e9, -1e9], [1e5, 0.0], [-math.inf, -1e9]])
+    q, k, v = (x.half() for x in tensors(1, 1, 1, 3, 2, 4))
+    shown = torch.tensor([[True, True], [True, False], [False, True]])  # as much as each row shows
+    out, expected = (quest_core.attention(q, k, v, "quest", attn_mask=m) for m in (mask, shown))
+    torch.testing.assert_close(out, expected, atol=5e-3, rtol=0)
+
+
 def test_quest_ignores_how_loud_a_key_is():
     """The property that QUEST is made for: a key's norm cannot draw attention, a query's norm sharpens its own."""
     q, k, v = tensors(1, 2, 2, 5, 7, 4)

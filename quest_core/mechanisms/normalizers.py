@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..compat import VERSION, is_exporting, size, traces_onnx, transform, wider
-from ..ops import apply_weights, block_rows, drop, in_blocks, logits, merge_causal, visible, widen
+from ..ops import apply_weights, block_rows, drop, in_blocks, logits, merge_causal, narrow, visible, widen
 from ..registry import Option, register
 from . import naive
 from .base import Dims, Normalizer
@@ -65,7 +65,7 @@ class Softmax(Normalizer):
                 mask = mask[(None,) * (4 - mask.dim())]
                 wide = blind.expand_as(mask)  # as `expand_mask`
                 mask = mask | wide if mask.dtype == torch.bool else mask.masked_fill(wide, 0)
-            mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
+            mask = mask if mask.dtype == torch.bool else narrow(mask, q.dtype)
         # Of the fused kernels, only that of the CPU takes shared heads with a mask; that of PyTorch 2.5 takes none.
         shares = VERSION >= (2, 6) if q.is_cpu else mask is None
         if grouped and (not shares or traces_onnx()):
