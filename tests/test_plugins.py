@@ -142,6 +142,27 @@ def test_list_and_check(capsys):
     assert "did you mean 'quest'?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", [[], ["--mechanism"]], ids=["explain", "test"])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("gqa", "kv_heads"),
+        ("gqa(kv_heads=2,ratio=2)", "ratio"),
+        ("qknorm-hs(init=200)", "init"),
+        ("aft-conv(window=4)", "window"),
+        ("dgqa(kv_heads=2,alpha=2)", "alpha"),
+    ],
+)
+def test_check_refuses_options_that_no_model_takes(text, said, option, capsys):
+    assert cli.main(["check", *option, text]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_start_of_a_model_is_no_part_of_a_mechanism(capsys):
+    assert cli.main(["check", "--mechanism", "quest(init=3)"]) == 0
+    assert "checks, all passed" in capsys.readouterr().out
+
+
 def test_commands_end_without_a_traceback_if_nothing_reads_them(monkeypatch):
     reading, writing = os.pipe()
     os.close(reading)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..config import AttentionConfig
+from ..mechanism import Mechanism
 from ..registry import Component, mechanisms, owner, packages
 
 AXIS_TITLES = {
@@ -36,6 +39,7 @@ def show() -> int:
 def explain(text: str) -> int:
     """Print what an attention means: its parts with formula and source, its options, and what it refuses."""
     config = AttentionConfig.parse(text)
+    build(config)
     print(f"valid: {config}")
     for part in config.components:
         print(f"  {part.axis:<11} {part.name:<12} {part.formula()}")
@@ -55,7 +59,8 @@ def check(text: str) -> int:
     from ..testing.mechanisms import brief, check_mechanism  # here, because they import torch.distributed.tensor
     from ..testing.truth import missing
 
-    config = AttentionConfig.parse(text)
+    config = AttentionConfig.parse(text).without_initial_norms()  # which concern a model's projections
+    build(config)
     print(f"testing {config}")
     outcomes = check_mechanism(config, raises=False)
     for outcome, message in zip(outcomes, brief(outcomes), strict=True):
@@ -68,6 +73,13 @@ def check(text: str) -> int:
         for name in missing(config):
             print(f"not compared with a formula, because '{name}' has no reference")
     return 1 if failed else 0
+
+
+def build(config: AttentionConfig) -> None:
+    """Build a mechanism without memory; ConfigError if its options do not go together."""
+    given = dict(config.options).get("kv_heads") or 1
+    with torch.device("meta"):
+        Mechanism(config, num_heads=8 * given, head_dim=64, projected=True)
 
 
 def rows(part: type[Component]) -> list[str]:
