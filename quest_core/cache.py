@@ -131,19 +131,23 @@ class Cache:
         """Keep the batch rows `rows` [B'], in that order, as a beam search chooses them; a row may appear repeatedly.
 
         Raises:
-            InputError: `rows` is not a vector of whole numbers.
+            InputError: `rows` is not a vector of whole numbers, or names a row that is not there.
         """
         if rows.dim() != 1 or rows.dtype not in (torch.int64, torch.int32):
             raise InputError(f"rows is {rows.dtype} of shape {list(rows.shape)}; it is a vector of batch indices [B']")
-        self._states = {name: x.index_select(0, rows) for name, x in self._states.items()}
-        self._memory, earlier = {}, self._memory
-        for name, memory in earlier.items():
+        batch = next((shape[0] for shape in self._shapes.values()), 0) if self.tokens else 0
+        if self.tokens and rows.is_cpu and not bool(((rows >= 0) & (rows < batch)).all()):
+            raise InputError(f"rows is {rows.tolist()}; the cache has a batch of {batch}, so they are 0 to {batch - 1}")
+        memories = {}
+        for name, memory in self._memory.items() if self.tokens else ():
             old = memory[:, :, : self.tokens]  # [B, G, tokens, D]
             if self._in_place:
-                self._memory[name] = memory.new_empty(rows.shape[0], *memory.shape[1:])
-                torch.index_select(old, 0, rows, out=self._memory[name][:, :, : self.tokens])
+                memories[name] = memory.new_empty(rows.shape[0], *memory.shape[1:])
+                torch.index_select(old, 0, rows, out=memories[name][:, :, : self.tokens])
             else:
-                self._memory[name] = old.index_select(0, rows)
+                memories[name] = old.index_select(0, rows)
+        self._states = {name: x.index_select(0, rows) for name, x in self._states.items()}
+        self._memory = memories
         self._shapes = {name: (rows.shape[0], *shape[1:]) for name, shape in self._shapes.items()}
 
     def crop(self, tokens: int) -> None:
