@@ -17,6 +17,14 @@ ORDERED = ["aft-full", "aft-local", "aft-full(rank=null)", "aft-local(rank=null)
 SEQUENCE = ["aft-simple", *ORDERED]
 
 
+@pytest.mark.parametrize("attention", ["aft-simple", "aft-full", "aft-local", "aft-conv(window=3,dims=1)"])
+def test_an_empty_batch_gives_every_parameter_a_gradient(attention):
+    """DistributedDataParallel waits for each of them."""
+    layer = quest_core.Attention(16, 4, attention)
+    layer(torch.zeros(0, 3, 16)).sum().backward()
+    assert [name for name, p in layer.named_parameters() if p.grad is None] == []
+
+
 @pytest.fixture(params=["one tile", "many tiles"])
 def tiles(request, monkeypatch):
     """Whether short sequences fill one tile or, with small ones, cross their borders in every way."""

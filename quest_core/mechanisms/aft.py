@@ -43,12 +43,15 @@ def gate(q: Tensor, y: Tensor, query: bool) -> Tensor:
     return out.to(result_type(q))
 
 
-def empty(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+def empty(family: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     """Return zeros [B, H, N, D] if keys or batch are empty, else None; InputError if v does not fit q."""
     if v.shape[-1] != q.shape[-1]:
         raise InputError(f"v has head_dim {v.shape[-1]}; attention-free gates need that of q, {q.shape[-1]}")
-    # These zeros give q a gradient of 0 and not None.
-    return q.masked_fill(torch.ones_like(q, dtype=torch.bool), 0) if q.numel() * k.numel() == 0 else None
+    if q.numel() * k.numel() > 0:
+        return None
+    # These zeros give q, k, v and all parameters a gradient of 0 and not None: DDP waits for each.
+    others = sum(x.flatten()[:0].sum() for x in (k, v, *family.parameters()))
+    return q.masked_fill(torch.ones_like(q, dtype=torch.bool), 0) + others
 
 
 def averages(
@@ -97,7 +100,7 @@ class AttentionFree(Family):
     ) -> Tensor:
         n = q.shape[2]
         self.check_lengths(n, k.shape[2] if cache is None else cache.tokens + n, is_causal)
-        if (zeros := empty(q, k, v)) is not None:
+        if (zeros := empty(self, q, k, v)) is not None:
             return zeros
         keys, values = mask_keys(k, key_mask), widen(v)
         y = self.average(n, keys, values, is_causal) if cache is None else self.decode(n, keys, values, cache)

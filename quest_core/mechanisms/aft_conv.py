@@ -173,7 +173,7 @@ class AttentionFreeConv(Family):
                 "use 'aft-simple' or 'aft-full' to attend across"
             )
         grid = self._extents(tokens - self.prefix)
-        if (zeros := empty(q, k, v)) is not None:
+        if (zeros := empty(self, q, k, v)) is not None:
             return zeros
         keys, values = mask_keys(k, key_mask).squeeze(3), widen(v)  # [B, H, T], [B, H, T, D]
         w = self._positions().to(keys.dtype)
