@@ -596,7 +596,9 @@ def _items(attention: AttentionSpec) -> Any:
 @constant_result  # parsing reads entry points, which cannot be traced
 def _place(given: Any) -> str:
     """Return the name of the attribute of _SHARED that `given` means; make it if it is missing."""
-    given = given if isinstance(given, str) else AttentionConfig.parse(dict(given) if type(given) is tuple else given)
+    if type(given) is tuple and all(type(item) is tuple for item in given):  # of `_items`
+        given = dict(given)
+    given = given if isinstance(given, str) else AttentionConfig.parse(given)
     name, made = _attribute(str(given)), _SHARED.__dict__
     if name not in made:
         new = Mechanism(given).eval()

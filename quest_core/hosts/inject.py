@@ -563,6 +563,8 @@ def _nothing_found(model: nn.Module, adapters: Iterable[Adapter], finding: Findi
         text += ", and the example reached no call of scaled_dot_product_attention, multi_head_attention_forward or "
         text += "flex_attention, and no softmax of q·k"
         text += "".join(f"; '{path}': {why}" for path, why in list(finding.left.items())[:8])
+    if any(isinstance(module, Mechanism) for module in model.modules()):
+        return f"{text}; it has attention of quest_core, which is chosen where it is built: attention=..."
     if lookalikes:
         text += f"; modules that look like attention: {', '.join(lookalikes)}"
     text += "".join(f"; {problem}" for p in plugins() if p.running and isinstance(problem := p.load(), PluginError))

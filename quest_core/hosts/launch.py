@@ -95,7 +95,7 @@ def complete(command: Sequence[str]) -> list[str]:
     program = shutil.which(words[0])
     if program is None:
         hint = f"; '{words[0]}' is a file that cannot be executed" if Path(words[0]).exists() else ""
-        raise QuestError(f"quest run: no program '{words[0]}'{hint}; the command was: {shlex.join(command)}")
+        raise QuestError(f"no program '{words[0]}'{hint}; the command was: {shlex.join(command)}")
     if Path(program).name.startswith("python"):
         _refuse_isolation(words[1:])
     return [program, *words[1:]]
@@ -112,6 +112,6 @@ def _refuse_isolation(arguments: Sequence[str]) -> None:
             return
         if letter in ("I", "E", "S"):
             raise QuestError(
-                f"quest run: Python's option -{letter} ignores PYTHONPATH or sitecustomize, by which plugins are "
+                f"Python's option -{letter} ignores PYTHONPATH or sitecustomize, by which plugins are "
                 f"installed, so the command would run without them; leave out -{letter}"
             )
