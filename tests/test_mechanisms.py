@@ -158,17 +158,16 @@ def test_wrong_inputs_are_named(change, message):
         quest_core.attention(q, k, v, "quest", attn_mask=mask)
 
 
-def test_dropout_must_be_a_probability():
-    with pytest.raises(quest_core.InputError, match="dropout_p is 1.5"):
-        quest_core.attention(*tensors(1, 1, 1, 2, 2, 2), "quest", dropout_p=1.5)
-
-
-def test_grouped_functional_needs_a_divisor():
-    q, k, v = tensors(1, 4, 3, 2, 2, 2)
-    with pytest.raises(
-        quest_core.InputError, match="kv_heads is 3, which does not divide the 4 heads; choose from: 1, 2, 4"
-    ):
-        quest_core.attention(q, k, v, "quest+gqa")
+@pytest.mark.parametrize(
+    ("groups", "spec", "options", "message"),
+    [
+        (4, "quest", {"dropout_p": 1.5}, "dropout_p is 1.5"),
+        (3, "quest+gqa", {}, "kv_heads is 3, which does not divide the 4 heads; choose from: 1, 2, 4"),
+    ],
+)
+def test_wrong_options_of_the_function_are_named(groups, spec, options, message):
+    with pytest.raises(quest_core.InputError, match=message):
+        quest_core.attention(*tensors(1, 4, groups, 2, 2, 2), spec, **options)
 
 
 def test_mappings_of_any_kind():

@@ -40,14 +40,6 @@ def ddp(rank, attention, recompute):
     return tensors(model)
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "activation checkpointing"])
-@pytest.mark.parametrize("attention", TRAINED)
-def test_ddp_trains_as_one_process(ranks, attention, recompute):
-    wanted = single(attention)
-    for got in ranks.run(ddp, attention, recompute):
-        check_same(got, wanted)
-
-
 def ddp_injected(rank, attention):
     model, _ = encoder(attention)
     train(DistributedDataParallel(model), half(rank))
@@ -145,8 +137,10 @@ def fsdp(rank, attention, recompute):
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "activation checkpointing"])
 @pytest.mark.parametrize("attention", TRAINED)
-def test_fully_shard_trains_as_one_process(ranks, attention, recompute):
+def test_two_processes_train_as_one(ranks, attention, recompute):
     wanted = single(attention)
+    for got in ranks.run(ddp, attention, recompute):
+        check_same(got, wanted)
     for got, sharded in ranks.run(fsdp, attention, recompute):
         assert sharded
         check_same(got, wanted)

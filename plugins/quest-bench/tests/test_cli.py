@@ -13,7 +13,8 @@ from quest_bench.cli import app_main
     [
         (["run", "fake/siute"], ["no suite 'fake/siute'", "did you mean 'fake/suite'"]),
         (["run", "fake/suite/tow"], ["no task 'tow'", "did you mean 'two'"]),
-        (["run", "fake/suite", "--attention", "qest,standrad"], ["did you mean 'quest'", "did you mean 'standard'"]),
+        (["run", "fake/suite", "--attention", "qest,sinkhorn,standrad"], ["mean 'quest'", "did you mean 'standard'"]),
+        (["run", "fake/suite", "--attention", " , "], ["empty"]),
         (["run", "fake/suite", "--seeds", "5-1"], ["--seeds is '5-1'", "write 0-4"]),
         (["run", "fake/suite", "--set", "stesp=1"], ["no option 'stesp'", "did you mean 'steps'"]),
         (["run", "fake/suite", "--data", "missing"], ["--data is 'missing', which does not exist"]),

@@ -250,8 +250,15 @@ def test_a_cell_that_returns_no_number_has_failed(inside):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL])
-def test_stopping_leaves_no_half_result_and_no_worker(fake, stop):
+@pytest.mark.parametrize(
+    ("stop", "status", "words"),
+    [
+        (signal.SIGINT, 130, "The same command resumes"),
+        (signal.SIGTERM, 128 + signal.SIGTERM, "stopped by SIGTERM; 0 cells finished"),
+        (signal.SIGKILL, -signal.SIGKILL, ""),
+    ],
+)
+def test_stopping_leaves_no_half_result_and_no_worker(fake, stop, status, words, capfd):
     # A shell that starts its jobs in the background lets them ignore SIGINT, and what they start inherits that.
     code = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     code += "; runpy.run_module('quest_bench.cli', run_name='__main__', alter_sys=True)"
@@ -264,13 +271,14 @@ def test_stopping_leaves_no_half_result_and_no_worker(fake, stop):
             shown, _ = process.communicate(timeout=60)
         finally:
             process.kill()
-    if stop == signal.SIGINT:
-        assert process.returncode == 130
-        assert "The same command resumes" in shown
+    assert process.returncode == status
+    assert words in shown
+    assert "The same command resumes" in shown or stop == signal.SIGKILL
     _until(lambda: not any(map(_alive, _pids())))
     assert list(Path("out").glob("cells/*/result.json")) == []
     assert list(Path("out").glob("cells/*/*.tmp")) == []
-    assert [c.state for c in load_all(Path("out"))] == 4 * ["unfinished"]  # also those that never began
+    assert app_main(["status", "out"]) == 0
+    assert "0 done, 0 running, 0 failed, 4 unfinished" in capfd.readouterr().out  # also those that never began
     assert decode(Path("out/run.json").read_text())["runs"][0]["interrupted"]
     # nothing is finished, so other settings are welcome
     assert app_main(["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--out", "out"]) == 0
@@ -341,22 +349,6 @@ def _tree(root):
     for pid in found:
         found += [child for child, parent in parents.items() if parent == pid]
     return found
-
-
-@pytest.mark.slow
-def test_sigterm_ends_a_run_with_the_command_that_resumes(fake, capfd):
-    command = [sys.executable, "-m", "quest_bench.cli", "run", "fake/suite/one", "--attention", "standard"]
-    command += ["--seeds", "0", "--set", "mode=hang", "--out", "out"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        _until(lambda: any(_pids()))
-        process.terminate()
-        shown, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "stopped by SIGTERM; 0 cells finished" in shown
-    assert "The same command resumes" in shown
-    _until(lambda: not any(map(_alive, _pids())))
-    assert app_main(["status", "out"]) == 0
-    assert "0 done, 0 running, 0 failed, 1 unfinished" in capfd.readouterr().out
 
 
 def test_the_command_that_resumes_names_the_same_folder(fake, monkeypatch, capfd):

@@ -71,22 +71,15 @@ def test_each_key_is_normalized_once(name, kind, normalized):
     torch.testing.assert_close(norms[norms > 0], torch.ones_like(norms[norms > 0]))
 
 
-@pytest.mark.parametrize("attention", ["quest", "quest+sigmoid", "qknorm-hs", "quest(scale=2)"])
-def test_what_decodes_with_unit_keys(attention, normalized):
-    model = build("llama", attention=attention).eval()
-    cache = cache_of("dynamic", model)
-    got = feed(model, cache, 11, 1)
-    assert all(marked(cache))
-    torch.testing.assert_close(got, whole(model), rtol=1e-5, atol=1e-5)
+UNIT = ["quest", "quest+sigmoid", "qknorm-hs", "quest(scale=2)"]
 
 
-@pytest.mark.parametrize("attention", ["standard", "qnorm", "qknorm", "elliptical-quest"])
-def test_other_mechanisms_keep_the_hosts_keys(attention):
-    model = build("gpt2", attention=attention).eval()
+@pytest.mark.parametrize("attention", [*UNIT, "standard", "qnorm", "qknorm", "elliptical-quest"])
+def test_what_decodes_with_unit_keys_and_what_keeps_the_hosts(attention):
+    model = build("llama" if attention in UNIT else "gpt2", attention=attention).eval()
     cache = cache_of("dynamic", model)
-    got = feed(model, cache, 11, 1)
-    assert not any(marked(cache))
-    torch.testing.assert_close(got, whole(model), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(feed(model, cache, 11, 1), whole(model), rtol=1e-5, atol=1e-5)
+    assert set(marked(cache)) == {attention in UNIT}
 
 
 CHANGES = {
@@ -157,34 +150,26 @@ def test_another_attention_cannot_use_unit_keys(name, kind, other):
         model(**given, past_key_values=cache)  # the refusal has changed nothing that quest needs
 
 
-def test_a_layer_of_another_class_keeps_the_hosts_keys():
-    class Doubled(hf.cache_utils.DynamicLayer):
-        def update(self, key_states, value_states, *arguments, **options):
-            keys, values = super().update(2 * key_states, value_states, *arguments, **options)
-            return keys / 2, values
-
-    model = build("llama", attention="quest").eval()
-    cache = hf.Cache(layer_class_to_replicate=Doubled)
-    torch.testing.assert_close(feed(model, cache, 10, 1, 1), whole(model), rtol=1e-5, atol=1e-5)
-    assert not any(marked(cache))
+class Doubled(hf.cache_utils.DynamicLayer):
+    def update(self, key_states, value_states, *arguments, **options):
+        keys, values = super().update(2 * key_states, value_states, *arguments, **options)
+        return keys / 2, values
 
 
-def test_a_static_cache_that_was_initialized_early_keeps_the_hosts_keys():
-    """transformers does so for chunked prefill and export."""
-    model = build("llama", attention="quest").eval()
-    cache = cache_of("static", model)
-    cache.early_initialization(2, 2, 8, torch.float32, torch.device("cpu"))
-    torch.testing.assert_close(feed(model, cache, 5, 5, 1, 1), whole(model), rtol=1e-5, atol=1e-5)
-    assert not any(marked(cache))
+QUANTIZED = getattr(hf.cache_utils, "Fp8QuantizedLayer", None)  # an older transformers needs another package
 
 
-def test_a_quantized_cache_keeps_the_hosts_keys():
-    layer = getattr(hf.cache_utils, "Fp8QuantizedLayer", None)
-    if layer is None:
-        return  # an older transformers, whose quantized caches need another package
-    model = build("llama", attention="quest").eval()
-    cache = hf.Cache(layers=[layer() for _ in range(2)])
-    torch.testing.assert_close(feed(model, cache, 10, 1, 1), whole(model), rtol=0.1, atol=0.1)
+@pytest.mark.parametrize("kind", ["a class of its own", "initialized early", *["quantized"] * (QUANTIZED is not None)])
+def test_other_caches_keep_the_hosts_keys(kind):
+    model, near = build("llama", attention="quest").eval(), 0.1 if kind == "quantized" else 1e-5
+    if kind == "initialized early":  # as transformers does for chunked prefill and export
+        cache = cache_of("static", model)
+        cache.early_initialization(2, 2, 8, torch.float32, torch.device("cpu"))
+    elif kind == "quantized":
+        cache = hf.Cache(layers=[QUANTIZED() for _ in range(2)])
+    else:
+        cache = hf.Cache(layer_class_to_replicate=Doubled)
+    torch.testing.assert_close(feed(model, cache, 5, 5, 1, 1), whole(model), rtol=near, atol=near)
     assert not any(marked(cache))
 
 

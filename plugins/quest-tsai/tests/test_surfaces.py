@@ -71,23 +71,19 @@ def test_every_spelling_of_a_grouping(problem, tmp_path, attention):
     assert np.isfinite(train(learn, 1)).all()
 
 
-def test_regressor(problem, tmp_path):
+@pytest.mark.parametrize(
+    ("learner", "arch", "options", "targets", "count"),
+    [
+        (TSRegressor, "TSiTPlus", {"depth": 1, "d_model": 16, "n_heads": 4}, lambda x: x.mean((1, 2)), 1),
+        (TSForecaster, "PatchTST", {**SIZES, "patch_len": 4, "stride": 2}, lambda x: x[:, :, 16:].copy(), 2),
+    ],
+)
+def test_other_learners(learner, arch, options, targets, count, problem, tmp_path):
     x, _, splits = problem
-    learn = TSRegressor(
-        x.copy(), x.mean((1, 2)), splits=splits, bs=15, arch="TSiTPlus", path=tmp_path,
-        arch_config={"depth": 1, "d_model": 16, "n_heads": 4, "attention": "quest"},
-    )  # fmt: skip
-    assert len(mechanisms(learn.model)) == 1
-    assert np.isfinite(train(learn, 1)).all()
-
-
-def test_forecaster(problem, tmp_path):
-    x, _, splits = problem
-    learn = TSForecaster(
-        x[:, :, :16].copy(), x[:, :, 16:].copy(), splits=splits, bs=15, arch="PatchTST", path=tmp_path,
-        arch_config={**SIZES, "patch_len": 4, "stride": 2, "attention": "quest"},
-    )  # fmt: skip
-    assert len(mechanisms(learn.model)) == 2
+    given = x[:, :, :16].copy() if learner is TSForecaster else x.copy()
+    chosen = {**options, "attention": "quest"}
+    learn = learner(given, targets(x), splits=splits, bs=15, arch=arch, path=tmp_path, arch_config=chosen)
+    assert len(mechanisms(learn.model)) == count
     assert np.isfinite(train(learn, 1)).all()
 
 
