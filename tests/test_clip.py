@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models import Around
 from torch import nn
 
 import quest_core
@@ -82,17 +83,7 @@ def test_layers_that_share_weights_are_refused():
 def test_an_error_leaves_the_model_as_it_was():
     """The queries of attention that a run found, and those of a family, have no projection that can be scaled."""
 
-    class Called(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv = nn.Linear(16, 48)
-
-        def forward(self, x):
-            return nn.functional.scaled_dot_product_attention(
-                *self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-            )
-
-    found, x = nn.Sequential(Called()), torch.randn(2, 5, 16)
+    found, x = nn.Sequential(Around()), torch.randn(2, 5, 16)
     quest_core.inject(found, "quest", example=x)
     for made, error in ((found, quest_core.UnsupportedError), (model("linear"), quest_core.ConfigError)):
         before = {name: value.clone() for name, value in made.state_dict().items()}

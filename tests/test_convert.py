@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import Around
 from torch import nn
 
 import quest_core
@@ -215,19 +216,7 @@ def test_an_error_leaves_the_model_untouched(make, options, kind, text):
     assert all(torch.equal(a, b) for a, b in zip(before.values(), made.state_dict().values(), strict=True))
 
 
-class Own(nn.Module):
-    """Attention that no adapter knows."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(E, 3 * E)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, H, D)).permute(2, 0, 3, 1, 4)
-        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-
-
 def test_a_universal_site_is_refused():
-    ours, _ = quest_core.inject(nn.Sequential(Own()), "standard", example=torch.randn(2, 5, E))
+    ours, _ = quest_core.inject(nn.Sequential(Around(width=E, heads=H)), "standard", example=torch.randn(2, 5, E))
     with pytest.raises(UnsupportedError, match="no adapter knows which projection of '0' makes its queries"):
         quest_core.calibrate(ours, [torch.randn(2, 5, E)])

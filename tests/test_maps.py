@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from models import Around
 from torch import nn
 
 import quest_core
@@ -85,26 +86,12 @@ def test_a_layer_that_runs_twice_is_there_twice():
     assert list(found) == ["0.attn", "0.attn#2"]
 
 
-class Written(nn.Module):
-    """Attention without a class that an adapter knows, called or written out."""
-
-    def __init__(self, called):
-        super().__init__()
-        torch.manual_seed(0)
-        self.qkv, self.called = nn.Linear(16, 48), called
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)  # [B, H, N, D]
-        if self.called:
-            return nn.functional.scaled_dot_product_attention(q, k, v)
-        return (q @ k.mT * 0.5).softmax(-1) @ v
-
-
 @pytest.mark.parametrize("attention", [None, "quest"])
 def test_attention_that_an_example_finds(attention):
     x, found = torch.randn(2, 6, 16), []
-    for called in (True, False):
-        model = nn.Sequential(Written(called)).eval()
+    for attend in (nn.functional.scaled_dot_product_attention, lambda q, k, v: (q @ k.mT * 0.5).softmax(-1) @ v):
+        torch.manual_seed(0)
+        model = nn.Sequential(Around(attend, heads=4)).eval()
         if attention:
             quest_core.inject(model, attention, example=x)
         found.append(quest_core.attention_maps(model, x)["0"])

@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from models import Around
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
@@ -233,17 +234,8 @@ def test_attention_with_projections_of_the_host_is_not_left_silently():
 def test_a_site_without_parameters_follows_the_model(dtype):
     """x-transformers' Attend has none, so its mechanism has no parameter of the host to follow."""
 
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv, self.attend = nn.Linear(16, 48), Shapes()
-
-        def forward(self, x):
-            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-            return self.attend(q, k, v)
-
     for before in (True, False):
-        made = Block().to(dtype) if before else Block()
+        made = Around(Shapes()).to(dtype) if before else Around(Shapes())
         x = torch.randn(2, 5, 16, dtype=next(made.parameters()).dtype)
         quest_core.inject(made, "qknorm", example=x)
         made.to(dtype)
@@ -286,20 +278,12 @@ HELPERS = {
 def test_a_helper_that_is_compiled_gives_what_it_gives_uncompiled(helper, attention, backend):
     """The mode of a site went through its own call again inside of a compiled helper, whose graph calls functions."""
 
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv, self.helper = nn.Linear(16, 48), lambda q, k, v: HELPERS[helper](q, k, v) * 1.0
-
-        def forward(self, x):
-            return self.helper(*self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4))
-
-    made, x = Block().eval(), torch.randn(2, 5, 16)
+    made, x = Around(lambda q, k, v: HELPERS[helper](q, k, v) * 1.0).eval(), torch.randn(2, 5, 16)
     quest_core.inject(made, attention, example=x)
     for parameter in made.mechanism.parameters():
         nn.init.uniform_(parameter, 0.5, 2)
     expected = made(x)
-    made.helper = torch.compile(made.helper, backend=backend)
+    made.attend = torch.compile(made.attend, backend=backend)
     torch.testing.assert_close(made(x), expected)
     torch.testing.assert_close(made(x), expected)
 
