@@ -17,7 +17,7 @@ from torch_geometric.graphgym.train import GraphGymDataModule
 from quest_suites.graphgps import gps
 from quest_suites.graphgps.data import GENERATORS
 
-from .training import HostTraining, Run, compiler, now
+from .training import Clock, HostTraining, compiler
 
 environment = "quest-graphgps"
 
@@ -28,20 +28,11 @@ SIZES: dict[str, dict[str, int]] = {
 PRECISIONS: dict[str, Any] = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
-class Watch(pl.Callback):
-    """The loss and the time of every step."""
-
-    def __init__(self, device):
-        self.on = device
-        self.losses = []
-        self.seconds = []
-
-    def on_train_batch_start(self, *_):
-        self.started = now(self.on)
+class Watch(Clock, pl.Callback):
+    on_train_batch_start = Clock.begin
 
     def on_train_batch_end(self, trainer, module, outputs, *_):
-        self.seconds.append(now(self.on) - self.started)
-        self.losses.append(outputs["loss"].item())
+        self.end(outputs["loss"])
 
 
 class TestGraphGPS(HostTraining):
@@ -87,4 +78,4 @@ class TestGraphGPS(HostTraining):
             limit_val_batches=0,
         )
         trainer.fit(model, datamodule=data)
-        return Run(watch.losses, watch.seconds)
+        return watch.seen

@@ -22,7 +22,7 @@ from mmseg.structures import SegDataSample
 import quest_mmseg
 from quest_suites.mmseg.scenes import LABELS, scene
 
-from .training import HostTraining, Run, compiler, now
+from .training import Clock, HostTraining, compiler
 
 environment = "quest-mmseg"
 
@@ -47,20 +47,11 @@ def images(device):
     return made
 
 
-class Watch(Hook):
-    """The loss and the time of every step."""
-
-    def __init__(self, device):
-        self.on = device
-        self.losses = []
-        self.seconds = []
-
-    def before_train_iter(self, *_, **__):
-        self.started = now(self.on)
+class Watch(Clock, Hook):
+    before_train_iter = Clock.begin
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        self.seconds.append(now(self.on) - self.started)
-        self.losses.append(outputs["loss"].item())
+        self.end(outputs["loss"])
 
 
 class TestMmseg(HostTraining):
@@ -111,4 +102,4 @@ class TestMmseg(HostTraining):
                 experiment_name=uuid.uuid4().hex,  # mmengine keeps runners by their name
                 cfg={"compile": {"backend": compiler(device)}} if compiled else None,
             ).train()
-        return Run(watch.losses, watch.seconds)
+        return watch.seen

@@ -22,7 +22,7 @@ import quest_pointcept  # torch-pointcloud accepts attention= from here on
 from quest_suites.pointcept import scenes
 from quest_suites.pointcept.tasks import batches
 
-from .training import HostTraining, Run, compiler, now
+from .training import Clock, HostTraining, compiler
 
 environment = "quest-pointcept"
 
@@ -87,16 +87,14 @@ class TestPointcept(HostTraining):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
         scaler = torch.amp.GradScaler(device, enabled=precision == "fp16")
         half = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-        losses = []
-        seconds = []
+        clock = Clock(device)
         for _ in range(steps):
-            started = now(device)
+            clock.begin()
             with contextlib.nullcontext() if half is None else torch.autocast(device, half):
                 loss = cross_entropy(model(x, grid, scene), label)
             optimizer.zero_grad()
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
-            seconds.append(now(device) - started)
-            losses.append(loss.item())
-        return Run(losses, seconds)
+            clock.end(loss)
+        return clock.seen

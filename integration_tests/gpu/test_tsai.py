@@ -14,7 +14,7 @@ from tsai.basics import TSClassification, TSClassifier
 
 import quest_tsai  # noqa: F401  # tsai accepts attention= from here on
 
-from .training import HostTraining, Run, compiler, now
+from .training import Clock, HostTraining, Run, compiler
 
 environment = "quest-tsai"
 
@@ -24,22 +24,12 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-class Watch(Callback):
-    """The loss and the time of every step."""
-
+class Watch(Clock, Callback):
     order = 70
-
-    def __init__(self, device, steps):
-        self.on, self.most = device, steps
-        self.losses = []
-        self.seconds = []
-
-    def before_batch(self):
-        self.started = now(self.on)
+    before_batch = Clock.begin
 
     def after_batch(self):
-        self.seconds.append(now(self.on) - self.started)
-        self.losses.append(self.learn.loss.item())
+        self.end(self.learn.loss)
 
 
 class TestTsai(HostTraining):
@@ -56,7 +46,7 @@ class TestTsai(HostTraining):
         # As many series as the steps take, over and over; one is held out, for tsai wants a validation set.
         splits = ([i % (series - 1) for i in range(steps * bs)], [series - 1])
         torch.manual_seed(0)
-        watch = Watch(device, steps)
+        watch = Watch(device)
         learn = TSClassifier(
             x,
             labels,
@@ -78,4 +68,4 @@ class TestTsai(HostTraining):
             learn.model.compile(backend=compiler(device))
         with learn.no_bar(), learn.no_logging():
             learn.fit(1, 1e-3)
-        return Run(watch.losses[:steps], watch.seconds[:steps])
+        return Run(watch.seen.losses[:steps], watch.seen.seconds[:steps])
