@@ -173,6 +173,11 @@ def _refuse_calibration(where: str, batches: Any, parts: Mapping[str, Request]) 
         raise ConfigError(
             f"{where}: calibrate starts from weights of standard attention; add attention_from='standard'"
         )
+    if learned := [part.name for part in request.attention.components if part.learnable]:
+        raise ConfigError(
+            f"{where}: calibrate runs after Pointcept has made its optimizer, which would miss the parameters of "
+            f"'{learned[0]}'; call quest_core.calibrate in a script of your own, or leave calibrate out"
+        )
     if request.attention.initial_norms:
         raise ConfigError(f"{where}: calibrate sets the norm of the queries; leave out init and key_init")
     refuse_uncalibratable(request.attention)
@@ -197,7 +202,8 @@ def build(adapter: Adapter, stock: Stock, self: Any, *arguments: Any, **options:
     given.arguments.update(dict.fromkeys(packed, False))
     stock(*given.args, **given.kwargs)
     for site in adapter.sites(self):
-        vars(site.module).update(packed)
+        if not ("use_flash_attn" in packed and hasattr(site.module, "rpe")):  # whose own class turns it off
+            vars(site.module).update(packed)
     asked.apply(self, adapter, stages)
 
 
