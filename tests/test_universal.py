@@ -713,7 +713,9 @@ def test_other_factors_of_the_host_stay():
     for host, factor in ((Scaled(0.7, 1, 1.0), 0.7), (Scaled(2, 1, None), 2)):
         q, k, v = (split(y, 4) for y in host.qkv(x).chunk(3, -1))
         want = F.scaled_dot_product_attention(q * factor, F.normalize(k, dim=-1), v, scale=1.0)
-        torch.testing.assert_close(quest_core.inject(host, "quest", example=x)[0](x), want)
+        host, report = quest_core.inject(host, "quest", example=x)
+        torch.testing.assert_close(host(x), want)
+        assert report.replacements[0].note == "the host multiplies queries or keys by factors of its own, which stay"
 
 
 def test_whether_a_scale_is_undone_does_not_depend_on_the_values_of_queries():

@@ -126,6 +126,18 @@ def scale_in_a_tensor_that_stands_first(m, q, k, v):
     return ((m.frozen * q) @ k.mT).softmax(-1) @ v
 
 
+def rotated(x):
+    """Rotary positions as complex numbers."""
+    wide = x.float() if x.dtype == torch.bfloat16 else x  # complex numbers have no halves
+    pairs = torch.view_as_complex(wide.unflatten(-1, (D // 2, 2)).contiguous())
+    return torch.view_as_real(pairs * torch.polar(torch.ones(N, D // 2), ANGLES)).flatten(-2).to(x.dtype)
+
+
+def adapted(x, factor):
+    """As LoRA: a projection and a scaled part."""
+    return x + x.flip(-1) * factor
+
+
 def turned(x, angles):
     """Rotary positions [N, D / 2]."""
     cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
@@ -286,6 +298,26 @@ RIGHT |= {
         lambda m, q, k, v: SOFTMAX(q @ k.mT * np.float32(D**-0.5)) @ v,
         lambda m, q, k, v: quest(q, k, v),
     ),
+    "scale_as_alpha": (
+        lambda m, q, k, v: SOFTMAX(torch.add(m.bias, q @ k.mT, alpha=D**-0.5)) @ v,
+        lambda m, q, k, v: quest(q, k, v, m.bias),
+    ),
+    "complex_rotation_of_scaled_queries": (
+        lambda m, q, k, v: SOFTMAX(rotated(q * D**-0.5) @ rotated(k).mT) @ v,
+        lambda m, q, k, v: quest(rotated(q), rotated(k), v),
+    ),
+    "adapter_beside_a_projection": (
+        lambda m, q, k, v: SOFTMAX(adapted(q, 2.0) @ k.mT * D**-0.5) @ v,
+        lambda m, q, k, v: quest(adapted(q, 2.0), k, v),
+    ),
+    "adapter_beside_a_projection_then_the_scale": (
+        lambda m, q, k, v: SOFTMAX((adapted(q, 2.0) * D**-0.5) @ k.mT) @ v,
+        lambda m, q, k, v: quest(adapted(q, 2.0), k, v),
+    ),
+    "another_factor_beside_the_scale": (
+        lambda m, q, k, v: SOFTMAX((q * 3) @ k.mT * D**-0.5) @ v,
+        lambda m, q, k, v: quest(q * 3, k, v),
+    ),
     "mixed_after_the_softmax": (
         lambda m, q, k, v: torch.einsum("bhij,hg->bgij", SOFTMAX(q @ k.mT * D**-0.5), m.mix) @ v,
         lambda m, q, k, v: torch.einsum("bhij,hg->bgij", weights(q, k), m.mix) @ v,
@@ -376,6 +408,14 @@ WRONG: dict[str, tuple[str, Spelling]] = {
         lambda m, q, k, v: (cosines(q, k) * m.temperature.exp()).softmax(-1) @ v,
     ),
     "learned scale": ("a learned factor", lambda m, q, k, v: (q @ k.mT * m.learned.exp()).softmax(-1) @ v),
+    "learned scale that is one in the example": (
+        "a learned factor",
+        lambda m, q, k, v: (q @ k.mT * D**-0.5 * m.temperature).softmax(-1) @ v,
+    ),
+    "projection by activations": (
+        "stands linear",
+        lambda m, q, k, v: (F.linear(q[0, 0], k[0, 0]) * D**-0.5).softmax(-1) @ v,
+    ),
     "soft cap": ("tanh", lambda m, q, k, v: (30 * torch.tanh(q @ k.mT * D**-0.5 / 30)).softmax(-1) @ v),
     "near bounds": ("clamp", lambda m, q, k, v: (q @ k.mT * D**-0.5).clamp(-5, 5).softmax(-1) @ v),
     "talking heads": ("talking heads", lambda m, q, k, v: mixed(m, q, k).softmax(-1) @ v),
@@ -828,3 +868,62 @@ def test_a_monitor_watches_compiled_models():
         found = monitor.collect(flat=True)
         model(x)
         assert found == pytest.approx(monitor.collect(flat=True))
+
+
+class Core(nn.Module):
+    def forward(self, q, k, v):
+        return (q @ k.mT).softmax(-1) @ v
+
+
+class Around(Attention):
+    def __init__(self):
+        super().__init__(lambda m, q, k, v: m.core(q * D**-0.5, k, v))
+        self.core = Core()
+
+
+def test_the_module_around_may_multiply_by_the_scale():
+    model, x = Around(), torch.randn(B, N, H * D)
+    want = Attention(lambda m, q, k, v: quest(q, k, v))
+    want.load_state_dict(model.state_dict())
+    quest_core.inject(model, "quest", example=x)
+    torch.testing.assert_close(model(x), want(x))
+
+
+class Decoding(Attention):
+    """One token after the other; the first one sees one key."""
+
+    def __init__(self):
+        super().__init__(self.steps)
+        self.step = Core()
+
+    def steps(self, m, q, k, v):
+        tokens = range(1, N + 1)
+        return torch.cat([self.step(q[:, :, i - 1 : i] * D**-0.5, k[:, :, :i], v[:, :, :i]) for i in tokens], 2)
+
+
+def test_a_step_with_one_key_says_no_less_than_the_others():
+    model, x = Decoding(), torch.randn(B, N, H * D)
+    want = Attention(lambda m, q, k, v: quest(q, k, v, torch.full((N, N), -math.inf).triu(1)))
+    want.load_state_dict(model.state_dict())
+    quest_core.inject(model, "quest", example=x)
+    torch.testing.assert_close(model(x), want(x))
+
+
+def test_scripted_modules_beside_an_attention_run():
+    model = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(H * D, H * D))), Around())
+    quest_core.inject(model, "quest", example=torch.randn(B, N, H * D))
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+def test_heads_that_share_keys_are_not_balanced_together():
+    """sinkhorn's columns are over the queries of one head; here two axes may be those."""
+
+    def grouped(m, q, k, v):
+        q, k, v = q.unflatten(1, (2, H // 2)), k[:, ::2], v[:, ::2]  # [B, G, H / G, N, D], [B, G, N, D]
+        w = (torch.einsum("bghid,bgjd->bghij", q, k) * D**-0.5).softmax(-1)
+        return torch.einsum("bghij,bgjd->bghid", w, v).flatten(1, 2)
+
+    x = torch.randn(B, N, H * D)
+    quest_core.inject(Attention(grouped), "quest", example=x)
+    with pytest.raises(quest_core.UnsupportedError, match="'sinkhorn' must know which axis is that of heads"):
+        quest_core.inject(Attention(grouped), "sinkhorn", example=x)

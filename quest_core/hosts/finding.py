@@ -25,6 +25,10 @@ UNIVERSAL, WRITTEN_OUT = "universal", "written out"
 """Names of the adapters of what an example finds, as reports have them."""
 
 
+class _OneKey(UnsupportedError):
+    """A softmax over one key, as in the first step of decoding; another call of the module may show more."""
+
+
 class _Judge:
     """Decides for each module of a search whether it is a site, is kept, or is refused, and why."""
 
@@ -34,6 +38,7 @@ class _Judge:
         self.refused = {path: f"it spells its softmax by {name}" for path, name in search.by_hand.items()}
         self.left: dict[str, str] = {}
         self._other: list[Origin] | None = None
+        short: dict[str, str] = {}
         for frame in search.frames:
             softmaxes = search.softmaxes[frame.begin[1] : frame.end[1]]
             for one in softmaxes:
@@ -41,8 +46,11 @@ class _Judge:
                     self.left.setdefault(one.place, "its softmax is of no product of two activations")
             try:
                 self._frame(frame, [one for one in softmaxes if one.owner is frame and one.terms])
+            except _OneKey as error:
+                short.setdefault(frame.path, str(error))
             except UnsupportedError as error:
                 self.refused.setdefault(frame.path, str(error))
+        self.refused = {path: why for path, why in short.items() if path not in self.sites} | self.refused
         self.sites = {path: site for path, site in self.sites.items() if path not in self.refused}
         lost = [one.owner.path for one in search.softmaxes if not one.terms and not one.plain]
         for origin in search.products:
@@ -145,22 +153,24 @@ class _Judge:
         letters, over = origin.equation, softmax.axes.get(flow.origin, set())
         keys = [i for i in (0, 1) if over and over <= {*letters[i]} - {*letters[1 - i]}]
         if not over:
-            raise UnsupportedError("the axis of its softmax is not found; use an example with more than one token")
+            raise _OneKey("the axis of its softmax is not found; use an example with more than one token")
         if len(keys) != 1:
             raise UnsupportedError("the axis of its softmax belongs to queries and keys")
         query, key = 1 - keys[0], keys[0]
         q, k = origin.operands[query], origin.operands[key]
         if origin.learned[key]:
             raise UnsupportedError("its keys are parameters (a router or a memory)")
-        if q.factor is None or k.factor is None:
-            raise UnsupportedError("a factor on its queries or keys is followed by more than moves")
         if flow.factor <= 0:
             raise UnsupportedError(f"it multiplies its logits by {flow.factor:g}")
         (feature,) = contracted(letters)
+        factors = q.factor or 1.0, k.factor or 1.0, flow.factor
+        whole = math.prod(factors) * math.sqrt(q.sizes[feature])
+        if not (q.separable and k.separable) and not math.isclose(whole, 1, rel_tol=1e-2):  # LoRA's is on a part
+            raise UnsupportedError("a factor on its queries or keys is followed by more than moves")
         batch = {*letters[2]} - over
         split = [s for s in letters[query] if s in batch and s in (q.features or ())]
-        factors = q.factor, k.factor, flow.factor
         product = Product(letters, query, factors, _keeps_factor(q, k, factors, q.sizes[feature]))
+        product = replace(product, brought=tuple(softmax.owner not in x.frames for x in (q, k)))
         if len(split) == 1 and [*map(len, replace(product, head=split[0]).axes)] == [1] * 5:
             product = replace(product, head=split[0])
         tokens = math.prod(q.sizes[s] for s in letters[query] if s in batch - {*letters[key], *split})
@@ -180,19 +190,24 @@ class _Judge:
 
 
 def _keeps_factor(q: Operand, k: Operand, factors: tuple[float, float, float], head_dim: int) -> bool:
-    """Return whether the factor on queries is a part of the host's norm; UnsupportedError for cosine attention."""
-    if q.norm is None:
+    """Return whether the factor on queries is a part of them; UnsupportedError for cosine attention.
+
+    It is none if all factors make the scale of attention, 1/√D, whatever norms the queries of the example have.
+    """
+
+    def is_scale(*some: float) -> bool:
+        return math.isclose(math.prod(some) * math.sqrt(head_dim), 1, rel_tol=1e-2)
+
+    if q.norm is not None and k.norm is not None:
+        cosine = factors[2] * k.norm
+        if min(abs(cosine - 1), abs(factors[0] * cosine - 1)) >= 0.1:
+            raise UnsupportedError(
+                "it is cosine attention: queries and keys are normalized, and their cosine is multiplied by "
+                f"{cosine * q.norm:.3g}"
+            )
+    if is_scale(*factors):
         return False
-    if k.norm is None:  # 1/√D is the scale of attention, whatever norms the queries of the example have
-        return not math.isclose(math.prod(factors) * math.sqrt(head_dim), 1, rel_tol=1e-2)
-    if abs(factors[2] * k.norm - 1) < 0.1:
-        return True
-    if abs(factors[0] * factors[2] * k.norm - 1) < 0.1:
-        return False
-    raise UnsupportedError(
-        "it is cosine attention: queries and keys are normalized, and their cosine is multiplied by "
-        f"{factors[2] * k.norm * q.norm:.3g}"
-    )
+    return is_scale(*factors[1:]) or q.norm is not None
 
 
 def _period(products: list[Any], softmaxes: list[Any]) -> int:

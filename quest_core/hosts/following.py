@@ -35,7 +35,7 @@ MOVES = _words(
 """Functions that only move entries."""
 KEEPS = _words(
     "add sub neg masked_fill where to float double half bfloat16 type type_as cpu cuda dropout alpha_dropout "
-    "nan_to_num tril triu identity"
+    "nan_to_num tril triu view_as_complex view_as_real identity"
 )
 """Functions that shift, hide or drop entries, or change their type."""
 BY_HAND = _words("exp exp2 log_softmax gumbel_softmax softmin")
@@ -247,7 +247,7 @@ class Following(TorchFunctionMode):
                 kind, why = flow.origin.kind, None
                 if kind == "softmax" and out.numel() > one.numel():
                     flow.origin.uses.append("by entries")
-                if kind == "product" and (self._is_logits(other) or not self._hides(other)):
+                if kind == "product" and (learned or self._is_logits(other) or not self._hides(other)):
                     why = LEARNED if learned else "a tensor of factors"
                 elif flow.factor != 1 and any(f.origin is not ACTIVATION for f in self.flows(other)):
                     why = "a factor, and a product after it"
@@ -288,10 +288,10 @@ class Following(TorchFunctionMode):
         if name in ("sub", "add", "rsub") and len(known) > 1:
             # The largest logit of a row, or the sum of all, subtracted from each of them, changes no softmax.
             flows = list(known[0][1]) + [f for f in known[1][1] if f.odd not in ("max", "amax", "logsumexp")]
-            sign = -1.0 if name == "sub" else 1.0
-            flows[len(known[0][1]) :] = [f._replace(factor=f.factor * sign) for f in flows[len(known[0][1]) :]]
+            times = (-1.0 if name == "sub" else 1.0) * float(kwargs.get("alpha", 1))
+            flows[len(known[0][1]) :] = [f._replace(factor=f.factor * times) for f in flows[len(known[0][1]) :]]
         if name in JOINS and _mixes_factors(known):
-            flows = [f._replace(odd=f.odd or PART) if f.origin.is_plain else f for f in flows]
+            flows = [_parted(f) if f.origin.is_plain else f for f in flows]
         if name in MOVES or name == "setitem":
             moved = [f for f in flows if not self.places or f.entries is not None]
             lost = [f for f in flows if self.places and f.entries is None]
@@ -301,7 +301,7 @@ class Following(TorchFunctionMode):
             return _joined([_widen(f._replace(factor=-f.factor), out) for f in flows])
         if name in KEEPS:
             if name in ("add", "sub") and _mixes_factors(known):
-                flows = [f._replace(odd=f.odd or PART) if f.origin.is_plain else f for f in flows]
+                flows = [_parted(f) if f.origin.is_plain else f for f in flows]
             return _joined([_widen(f, out) for f in flows])
         return _joined([_widen(_odd(f, name), out) for f in flows])
 
@@ -355,11 +355,15 @@ def alpha(rest: dict[str, Any]) -> float:
     return float(rest.get("alpha", 1.0))
 
 
-def factor_of(flows: Flows) -> float | None:
-    """Return the factor of an activation, 1 if none is known; None if it cannot be separated."""
+def factor_of(flows: Flows, *, sums: bool = False) -> float | None:
+    """Return the factor of an activation, 1 if none is known; None if it cannot be separated.
+
+    Args:
+        sums: that of a sum counts, though its parts have other factors.
+    """
     for flow in flows:
         if flow.origin.kind == "plain":
-            return None if flow.odd else abs(flow.factor)
+            return abs(flow.factor) if flow.odd is None or (sums and flow.odd == PART) else None
     return 1.0
 
 
@@ -433,6 +437,11 @@ def _only_parameters(given: list[Tensor]) -> bool:
     return bool(floating) and all(map(_is_learned, floating))
 
 
+def _parted(flow: Flow) -> Flow:
+    """Return the flow of a sum or a join, of whose parts one has the factor of `flow`, and another has not."""
+    return flow if flow.odd else flow._replace(odd=PART, factor=1.0)
+
+
 def _odd(flow: Flow, name: str) -> Flow:
     """Return a flow through a function that is not known: activations go on, logits and factors are lost."""
     if flow.origin.kind in ("plain", "parameter") and flow.factor == 1:
@@ -490,7 +499,7 @@ def _joined(flows: list[Flow]) -> Flows:
             if plain is None:
                 plain = flow
             elif not _same(plain.factor, flow.factor):
-                plain = plain._replace(odd=plain.odd or PART)
+                plain = _parted(plain)
             continue
         other = found.get(flow.origin)
         if other is None:

@@ -83,10 +83,12 @@ class Operand:
 
     sizes: dict[str, int]  # of its axes, by letter
     features: set[str] | None  # the letters along which the features of its projection change; None if not known
-    factor: float | None  # of the host; None if it cannot be separated
+    factor: float | None  # of the host, on a sum too; None if it cannot be separated
     norm: float | None  # that all its vectors have
     seen: tuple[float, float] | None = None  # sums that other values do not have
     like: Tensor | None = None  # without values: has the device and the type
+    separable: bool = True  # whether the factor is on all of it
+    frames: tuple[Frame, ...] = ()  # the modules that were running when it was projected
 
 
 UNKNOWN = Operand({}, None, None, None)
@@ -116,8 +118,9 @@ class Search(Following):
 
     def run(self, example: Any, *, changed: bool = False) -> Search:
         """Run the model, on other values if `changed`. Random state and buffers stay as they were."""
-        handles = [module.register_forward_pre_hook(self._enter, with_kwargs=True) for module in self.paths]
-        handles += [module.register_forward_hook(self._leave, always_call=True) for module in self.paths]
+        modules = [module for module in self.paths if not isinstance(module, torch.jit.ScriptModule)]  # take no hooks
+        handles = [module.register_forward_pre_hook(self._enter, with_kwargs=True) for module in modules]
+        handles += [module.register_forward_hook(self._leave, always_call=True) for module in modules]
         if changed:
             handles.append(self.model.register_forward_pre_hook(_change, with_kwargs=True, prepend=True))
         try:
@@ -174,14 +177,20 @@ class Search(Following):
         elif name == SOFTMAX:
             self._softmax(args, kwargs, out)
         elif isinstance(out, Tensor) and (
-            name in OTHER_PRODUCTS or (name in PRODUCTS and self._are_projected([*tensors(args)]))
+            name in OTHER_PRODUCTS
+            or (name in PRODUCTS and self._are_projected([*tensors(args)]))
+            or (name == "linear" and len(args) > 1 and self._are_projected(args[:2]))
         ):
-            self.new(out, Origin("product", name, frames=tuple(self.running)), odd=name)
+            self.new(out, Origin("product", name), odd=name)
         else:
             self.follow(name, func, args, kwargs, out)
             if name == "mul" and isinstance(out, Tensor):
                 self._by_entries(args, out)
         return out
+
+    def new(self, x: Tensor, origin: Origin, factor: float = 1.0, odd: str | None = None, also: Flows = ()) -> None:
+        origin.frames = tuple(self.running)
+        super().new(x, origin, factor, odd, also)
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> None:
         frame = self.running[-1]
@@ -189,7 +198,9 @@ class Search(Following):
         call = replace(FUNCTIONS[func].read(frame.path, *args, **kwargs), repeated=frame.calls > 1)
         if call.function != "multi_head_attention_forward":
             given = dict(zip(("query", "key"), args, strict=False)) | kwargs
-            call = call.scaled_before(*(factor_of(self.flows(given[name])) for name in ("query", "key")))
+            flows = [self.flows(given[name]) for name in ("query", "key")]
+            separable = all(factor_of(one) is not None for one in flows)
+            call = call.scaled_before(*(factor_of(one, sums=True) for one in flows), separable=separable)
         self.calls[frame.path] = self.calls[frame.path].joined(call) if frame.path in self.calls else call
 
     def _by_entries(self, args: Any, out: Tensor) -> None:
@@ -200,7 +211,7 @@ class Search(Following):
         for x in pair:
             self._spelled(x)
         if self._are_projected(pair):
-            origin = Origin("product", "mul", frames=tuple(self.running))
+            origin = Origin("product", "mul")
             self.new(out, origin, odd="a sum of products by entries", also=self.flows(out))
 
     def _are_projected(self, pair: Sequence[Tensor]) -> bool:
@@ -214,7 +225,7 @@ class Search(Following):
                 self.by_hand.setdefault(flow.origin.frames[-1].path, flow.odd)
 
     def _product(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
-        origin = Origin("product", name, len(self.products), frames=tuple(self.running))
+        origin = Origin("product", name, len(self.products))
         self.products.append(origin)
         parts = operands(name, args, kwargs)
         if parts is None:
@@ -248,15 +259,17 @@ class Search(Following):
         features = None
         if flow is not None and flow.entries is not None and flow.origin.axis is not None:
             features = {s for i, s in enumerate(own) if flow.origin.axis in varying(flow, i)}
-        sizes, like = dict(zip(own, x.shape, strict=True)), x.new_empty(0)
+        sizes, factor = dict(zip(own, x.shape, strict=True)), factor_of(self.flows(x), sums=True)
+        more: Any = {"like": x.new_empty(0), "frames": () if flow is None else flow.origin.frames}
+        more["separable"] = factor_of(self.flows(x)) is not None
         if not may_read(x, waits=True):
-            return Operand(sizes, features, factor_of(self.flows(x)), None, like=like)
+            return Operand(sizes, features, factor, None, **more)
         wide = x.detach().double()
         vectors = wide.movedim(own.index(contracted(letters)[0]), -1)
         norm = common_norm(vectors, 2e-3 if x.dtype == torch.float32 else 1e-2)
         values = wide.flatten()
         seen = (values.sum().item(), (values * torch.linspace(1, 2, len(values)).to(values)).sum().item())
-        return Operand(sizes, features, factor_of(self.flows(x)), norm, seen, like)
+        return Operand(sizes, features, factor, norm, seen, **more)
 
     def _apply(self, pair: Any, letters: tuple[str, str, str] | None, learned: Sequence[bool]) -> list[Flow]:
         """Return the weights that a product applies to values, and note on them over which axis."""

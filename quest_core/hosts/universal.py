@@ -81,16 +81,21 @@ class Call:
         """Return the factor of the call on q·k."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
-    def scaled_before(self, of_q: float | None, of_k: float | None) -> Call:
-        """Return the call of a host that multiplied its queries and keys by factors; None if they cannot be separated.
+    def scaled_before(self, of_q: float | None, of_k: float | None, *, separable: bool) -> Call:
+        """Return the call of a host that multiplied its queries and keys by factors, None if they are not known.
 
-        They count as its scale if they make the scale of the call to 1/√D.
+        They count as its scale if they make the scale of the call to 1/√D, and else stay.
+
+        Args:
+            of_q, of_k: the factors on all of the queries and keys.
+            separable: whether these are all, so that none is on a part of them or before another function.
         """
         whole = self.scale_of(self.head_dim) * math.sqrt(self.head_dim)
-        if of_q is None or of_k is None:
-            note = "the host multiplies queries or keys by factors of its own, which stay"
-            return self if math.isclose(whole, 1, rel_tol=1e-2) else replace(self, note=note)
-        return replace(self, factors=(of_q, of_k)) if math.isclose(of_q * of_k * whole, 1, rel_tol=1e-2) else self
+        if of_q is not None and of_k is not None and math.isclose(of_q * of_k * whole, 1, rel_tol=1e-2):
+            return replace(self, factors=(of_q, of_k))
+        if (separable and of_q == of_k == 1) or (not separable and math.isclose(whole, 1, rel_tol=1e-2)):
+            return self
+        return replace(self, note="the host multiplies queries or keys by factors of its own, which stay")
 
     def sizes(self, config: AttentionConfig) -> HeadSizes:
         """Return the sizes of the heads that `config` asks for."""
@@ -301,7 +306,7 @@ def _check(site: Routed, heads: int, features: int, scale: float | None) -> None
     if (heads, features) != (known.heads, known.head_dim):
         raise InputError(
             f"'{known.path}' is called with {heads} heads of {features} features, and was injected for "
-            f"{known.heads} of {known.head_dim}; inject again with an example of this shape"
+            f"{known.heads} of {known.head_dim}; call uninject, and inject with an example of this shape"
         )
     wanted, given = (1 / math.sqrt(features) if factor is None else factor for factor in (known.scale, scale))
     if abs(wanted - given) > 1e-6 * abs(wanted):

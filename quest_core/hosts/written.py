@@ -22,7 +22,6 @@ from ..projections import HeadSizes
 from .adapter import Capabilities, mechanism_for
 from .following import (
     FUNCTIONS,
-    PART,
     SCALES,
     SOFTMAX,
     Following,
@@ -75,6 +74,7 @@ class Product:
         factors: by which the host multiplies q, k and the product.
         normed: the host normalizes q, so that its factor on q is a part of q and stays.
         head: the letter of the axis of heads, if it is known.
+        brought: whether q and k were projected outside of the module, where their factors may stand too.
         roles: the places of q and k; empty if `query` is None.
         axes: the letters of batch, heads, queries, keys and features; empty if `query` is None.
         turns: how q and k are turned.
@@ -85,6 +85,7 @@ class Product:
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
     normed: bool = False
     head: str | None = None
+    brought: tuple[bool, ...] = field(default=(False, False), compare=False)
     roles: tuple[int, ...] = field(init=False, compare=False, default=())
     axes: tuple[str, ...] = field(init=False, compare=False, default=())
     turns: tuple[_Turn, ...] = field(init=False, compare=False, default=())
@@ -183,6 +184,8 @@ class Written:
                 return f"'{part.name}' must know the axis of heads, which the example does not show"
             if part.learnable and len(self.sites) > 1:
                 return f"one forward has {len(self.sites)} products, and '{part.name}' keeps something for each"
+            if "queries" in part.reads and any(p.head is None and len(p.axes[2]) > 1 for p in self.sites):
+                return f"'{part.name}' must know which axis is that of heads, and two could be those of the queries"
             if part.axis == "normalizer" and not part.fused and self.layout is None:
                 return f"'{part.name}' needs logits of queries and keys only, [..., N, M]"
         return None
@@ -238,7 +241,7 @@ class _Preparing(Following):
     def _refuse(self, what: str) -> None:
         raise UnsupportedError(
             f"'{self.known.path}' {what}; its attention is not written as in the example with which "
-            f"'{self.mechanism.config}' was injected. Inject with an example of this kind"
+            f"'{self.mechanism.config}' was injected. Call uninject, and inject with an example of this kind"
         )
 
     def _multiply(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -270,11 +273,13 @@ class _Preparing(Following):
 
     def _compare_factors(self, product: Product, pair: list[Tensor]) -> None:
         """Raise UnsupportedError if the host multiplies an operand by another factor than in the example."""
-        for role, factor, what in zip(product.roles, product.factors, ("queries", "keys"), strict=False):
-            flows = self.flows(pair[role])
-            given = factor_of(flows)
-            if given is None and factor == 1 and all(f.odd in (None, PART) for f in flows if f.origin.kind == "plain"):
-                continue  # nothing is undone; LoRA adds a scaled part to a projection
+        for i, what in enumerate(("queries", "keys")):
+            role, factor = product.roles[i], product.factors[i]
+            given = factor_of(self.flows(pair[role]), sums=True)
+            if given is None and factor == 1:
+                continue  # nothing is undone
+            if given == 1 and product.brought[i]:
+                continue  # a module around this one multiplied by it, unseen from here
             if given is None:
                 self._refuse(f"multiplies its {what} by a number and changes them after that, unlike in the example")
             elif not _same(given, factor):
