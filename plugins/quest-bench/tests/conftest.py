@@ -1,7 +1,6 @@
 """A small plugin with one suite, installed by writing its files."""
 
 import sys
-import textwrap
 from collections.abc import Sequence
 
 import pytest
@@ -102,28 +101,27 @@ def run(cell, progress):
 
 
 @pytest.fixture
-def fake(tmp_path, monkeypatch):
+def installed(tmp_path):
+    """A function that makes a package in `site` a distribution with entry points."""
+
+    def make(name, version, points):
+        about = tmp_path / "site" / f"{name.replace('-', '_')}-{version}.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (about / "entry_points.txt").write_text(points)
+
+    return make
+
+
+@pytest.fixture
+def fake(tmp_path, installed, monkeypatch):
     """Installs the plugin for this process and its children; the folder to work in."""
     site = tmp_path / "site"
-    files = {
-        "fakebench/__init__.py": "",
-        "fakebench/suites.py": SUITES,
-        "fakebench/listing.py": LISTING,
-        "fakebench/tasks.py": TASKS,
-        "fakebench-1.2.dist-info/METADATA": "Metadata-Version: 2.1\nName: fakebench\nVersion: 1.2\n",
-        "fakebench-1.2.dist-info/entry_points.txt": textwrap.dedent(
-            """
-            [quest.suites]
-            fake = fakebench.suites:SUITES
-            [quest.benchmarks]
-            fake/suite = fakebench.tasks:run
-            """
-        ),
-    }
-    for name, text in files.items():
-        path = site / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    (site / "fakebench").mkdir(parents=True)
+    for name, text in {"__init__": "", "suites": SUITES, "listing": LISTING, "tasks": TASKS}.items():
+        (site / "fakebench" / f"{name}.py").write_text(text)
+    points = "[quest.suites]\nfake = fakebench.suites:SUITES\n[quest.benchmarks]\nfake/suite = fakebench.tasks:run\n"
+    installed("fakebench", "1.2", points)
     for name in [name for name in sys.modules if name.partition(".")[0] == "fakebench"]:  # of an earlier test
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(site))
@@ -133,6 +131,13 @@ def fake(tmp_path, monkeypatch):
     work.mkdir()
     monkeypatch.chdir(work)
     return work
+
+
+@pytest.fixture
+def describe(fake):
+    """A function that adds to what `fake/suite` says of itself."""
+    suites = fake.parent / "site" / "fakebench" / "suites.py"
+    return lambda more: suites.write_text(suites.read_text().replace('"unit": "%",', f'"unit": "%", {more},'))
 
 
 @pytest.fixture(autouse=True)

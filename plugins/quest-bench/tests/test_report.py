@@ -146,15 +146,13 @@ def test_a_null_report_says_better_or_worse_in_at_most_5_percent(fake, monkeypat
     assert marked <= 50
 
 
-def test_further_metrics_of_the_same_cells_have_tables_of_their_own(fake):
+def test_further_metrics_of_the_same_cells_have_tables_of_their_own(describe):
     write_results(Path("out"), [], SCORES)
     for path in Path("out").glob("cells/*/result.json"):
         result = decode(path.read_text())
         result["metrics"]["cost"] = 100.0 - result["metrics"]["score"]
         write_json(path, result)
-    suites = fake.parent / "site" / "fakebench" / "suites.py"
-    also = '"also": [{"metric": "cost", "unit": "s", "higher_is_better": False}],'
-    suites.write_text(suites.read_text().replace('"unit": "%",', f'"unit": "%", {also}'))
+    describe('"also": [{"metric": "cost", "unit": "s", "higher_is_better": False}]')
     score, cost = read_groups(Path("out"), "standard")
     assert (score.title, cost.title) == ("fake/suite/one", "fake/suite/one · cost")
     row = cost.row("quest")
@@ -180,10 +178,9 @@ def test_a_small_mean_has_its_interval():
     assert groups.spread(estimate([5e-4, 6e-4, 7e-4])) == "6.00e-04 ± 2.48e-04"
 
 
-def test_a_cell_without_a_further_metric_takes_no_part_in_it(fake):
+def test_a_cell_without_a_further_metric_takes_no_part_in_it(describe):
     """A cell that diverged has failed in every metric, also in one that it does not name."""
-    suites = fake.parent / "site" / "fakebench" / "suites.py"
-    suites.write_text(suites.read_text().replace('"unit": "%",', '"unit": "%", "also": [{"metric": "cost"}],'))
+    describe('"also": [{"metric": "cost"}]')
     write_results(Path("out"), [], {**SCORES, "sigmoid": [1.0, 2.0, 3.0]})
     for cell in store.load_all(Path("out")):
         if cell.cell["attention"] in ("standard", "qnorm") and math.isfinite(cell.result["metrics"]["score"]):
@@ -381,9 +378,8 @@ def test_a_suite_that_is_gone_is_reported_from_its_run(fake, monkeypatch):
     assert "A paper, table 1; ± is the range" in write_report(Path("out"), "standard").read_text()
 
 
-def test_broken_plots_of_a_suite_are_a_note(fake):
-    suites = fake.parent / "site" / "fakebench" / "suites.py"
-    suites.write_text(suites.read_text().replace('"unit": "%"', '"unit": "%", "plots": "fakebench.tasks:missing"'))
+def test_broken_plots_of_a_suite_are_a_note(describe):
+    describe('"plots": "fakebench.tasks:missing"')
     write_results(Path("out"), [], SCORES)
     assert "could not be drawn" in write_report(Path("out"), "standard").read_text()
 

@@ -118,12 +118,9 @@ class Cubed(Score):
 
 
 @pytest.mark.slow
-def test_a_mechanism_of_another_distribution_is_measured_like_ours(fake, tmp_path, capfd):
-    about = tmp_path / "site" / "quest_cubed-3.4.dist-info"
-    about.mkdir()
+def test_a_mechanism_of_another_distribution_is_measured_like_ours(fake, installed, tmp_path):
     (tmp_path / "site" / "quest_cubed.py").write_text(SCORE)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: quest-cubed\nVersion: 3.4\n")
-    (about / "entry_points.txt").write_text("[quest.attention]\ncubed = quest_cubed\n")
+    installed("quest-cubed", "3.4", "[quest.attention]\ncubed = quest_cubed\n")
     with temporary():
         packages.cache_clear()
         toy = ["run", "toy/spurious", "--attention", "standard,cubed", "--seeds", "0", "--smoke", "--out", "out"]
@@ -134,13 +131,11 @@ def test_a_mechanism_of_another_distribution_is_measured_like_ours(fake, tmp_pat
     assert cubed.result["versions"]["quest-cubed"] == "3.4"
 
 
-def test_the_example_of_a_suite_runs_on_files(inside, tmp_path):
-    example, about = Path(__file__).parents[3] / "examples" / "own_suite", tmp_path / "site" / "own_suite-0.1.dist-info"
+def test_the_example_of_a_suite_runs_on_files(inside, installed, tmp_path):
+    example = Path(__file__).parents[3] / "examples" / "own_suite"
     shutil.copytree(example / "own_suite", tmp_path / "site" / "own_suite")
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: own-suite\nVersion: 0.1\n")
     tables = (example / "pyproject.toml").read_text().split("[project.entry-points.")[1:]
-    (about / "entry_points.txt").write_text("".join(f"[{x.partition('[tool')[0]}".replace('"', "") for x in tables))
+    installed("own-suite", "0.1", "".join(f"[{x.partition('[tool')[0]}".replace('"', "") for x in tables))
     command = ["run", "own/csv", "--attention", "standard,quest", "--seeds", "0", "--smoke", "--out", "out"]
     assert app_main(command) != 0  # without data
     data = tmp_path / "data"
@@ -154,7 +149,7 @@ def test_the_example_of_a_suite_runs_on_files(inside, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["quest_power/__init__.py", "quest_power/later.py", "quest_power.py"])
-def test_a_changed_mechanism_of_a_checkout_is_another_commit(fake, tmp_path, file):
+def test_a_changed_mechanism_of_a_checkout_is_another_commit(fake, installed, tmp_path, file):
     """Also if the change is in a file that git does not know yet."""
     site = tmp_path / "site"
     begun = site / (file if file.endswith("power.py") else "quest_power/__init__.py")
@@ -174,11 +169,8 @@ def test_a_changed_mechanism_of_a_checkout_is_another_commit(fake, tmp_path, fil
         seen.add(now)
     assert len(seen) == 3
 
-    about = site / "quest_power-3.4.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: quest-power\nVersion: 3.4\n")
     module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    (about / "entry_points.txt").write_text(f"[quest.attention]\ncubed = {module}\n")
+    installed("quest-power", "3.4", f"[quest.attention]\ncubed = {module}\n")
     with temporary():
         packages.cache_clear()
         command = ["run", "fake/suite/one", "--attention", "cubed", "--out", "out", "--seeds"]
@@ -631,9 +623,8 @@ def test_a_crash_on_most_seeds_is_not_better(inside):
     assert "- 5 failed: ValueError: seed … crashed" in text
 
 
-def test_kv_heads_are_checked_before_a_worker_starts(fake, capfd):
-    suites = fake.parent / "site" / "fakebench" / "suites.py"
-    suites.write_text(suites.read_text().replace('"unit": "%",', '"unit": "%", "heads": 8,'))
+def test_kv_heads_are_checked_before_a_worker_starts(describe, capfd):
+    describe('"heads": 8')
     command = ["run", "fake/suite/one", "--out", "out", "--attention"]
     for wrong in ("kv_heads=5", "ratio=3"):
         assert app_main([*command, f"quest+gqa({wrong})"]) == 2
