@@ -329,52 +329,49 @@ class FlexAttention(nn.Module):
         return flex.flex_attention(q, k, v, lambda s, b, h, i, j: s + (i - j) / 8, mask, enable_gqa=True)
 
 
-@pytest.mark.needs_torch("2.6", "torch.compile of a TorchFunctionMode")
-def test_flex_attention_keeps_its_score_mod_and_block_mask():
-    q, k, v = (torch.randn(2, heads, 128, 16) for heads in (4, 2, 2))
-    model = nn.Sequential(FlexAttention())
-    run = lambda m: m[0](q, k, v)  # noqa: E731
+@pytest.fixture
+def flexible():
+    """A model, what it is called with, and the bias that its score_mod and its mask make."""
+    place = torch.arange(128.0)
+    bias = (place[:, None] - place) / 8
+    heads = [torch.randn(2, heads, 128, 16) for heads in (4, 2, 2)]
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        stock = run(model)
-        quest_core.inject(model, "standard", example=run)
-        torch.testing.assert_close(run(model), stock)
-        for attention in ("linear", "quest+sigmoid"):
-            with pytest.raises(UnsupportedError, match="the host's"):
-                quest_core.inject(model, attention, example=run)
-        quest_core.inject(model, "quest", example=run)
-        place = torch.arange(128.0)
-        bias = (place[:, None] - place) / 8
-        wanted = F.scaled_dot_product_attention(
-            *(q, reference.unit(k).repeat_interleave(2, 1), v.repeat_interleave(2, 1)),
-            attn_mask=bias.masked_fill(bias < 0, -math.inf),
-            scale=1.0,
-        )
-        torch.testing.assert_close(run(model), wanted)
-        torch._dynamo.reset()
-        compiled = torch.compile(model[0], backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(compiled(q, k, v), wanted)
+        yield nn.Sequential(FlexAttention()), heads, bias.masked_fill(bias < 0, -math.inf)
+
+
+@pytest.mark.needs_torch("2.6", "torch.compile of a TorchFunctionMode")
+def test_flex_attention_keeps_its_score_mod_and_block_mask(flexible):
+    model, (q, k, v), bias = flexible
+    run = lambda m: m[0](q, k, v)  # noqa: E731
+    stock = run(model)
+    quest_core.inject(model, "standard", example=run)
+    torch.testing.assert_close(run(model), stock)
+    for attention in ("linear", "quest+sigmoid"):
+        with pytest.raises(UnsupportedError, match="the host's"):
+            quest_core.inject(model, attention, example=run)
+    quest_core.inject(model, "quest", example=run)
+    keys, values = reference.unit(k).repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    wanted = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias, scale=1.0)
+    torch.testing.assert_close(run(model), wanted)
+    torch._dynamo.reset()
+    compiled = torch.compile(model[0], backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), wanted)
 
 
 @pytest.mark.needs_torch("2.6", "torch.compile of a TorchFunctionMode")
 @pytest.mark.parametrize("attention", ["standard", "quest"])
-def test_a_monitor_sees_the_logits_of_flex_attention(attention, monkeypatch):
+def test_a_monitor_sees_the_logits_of_flex_attention(flexible, attention, monkeypatch):
     monkeypatch.setattr(quest_core.tools.monitor, "BLOCK", 2**15)
-    q, k, v = (torch.randn(2, heads, 128, 16) for heads in (4, 2, 2))
-    model = nn.Sequential(FlexAttention())
-    run = lambda m: m[0](q, k, v)  # noqa: E731
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        quest_core.inject(model, attention, example=run)
-        with quest_core.Monitor(model) as monitor:
-            run(model)
-            seen = monitor.collect()["0"]
-            torch.compile(model[0], backend="eager")(q, k, v)
-            assert monitor.collect()["0"] == seen
+    model, (q, k, v), bias = flexible
+    quest_core.inject(model, attention, example=lambda m: m[0](q, k, v))
+    with quest_core.Monitor(model) as monitor:
+        model[0](q, k, v)
+        seen = monitor.collect()["0"]
+        torch.compile(model[0], backend="eager")(q, k, v)
+        assert monitor.collect()["0"] == seen
     keys = k.double() / 4 if attention == "standard" else reference.unit(k.double())
-    place = torch.arange(128.0)
-    bias = (place[:, None] - place) / 8
-    logits = q.double() @ keys.repeat_interleave(2, 1).mT + bias.masked_fill(bias < 0, -math.inf)
+    logits = q.double() @ keys.repeat_interleave(2, 1).mT + bias
     entropy = -torch.special.xlogy(logits.softmax(-1), logits.softmax(-1)).sum(-1).mean((0, 2))
     assert seen["max_logit"] == pytest.approx(logits.amax((0, 2, 3)).tolist(), rel=1e-5)
     assert seen["entropy"] == pytest.approx(entropy.tolist(), rel=1e-5)
