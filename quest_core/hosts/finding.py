@@ -163,13 +163,12 @@ class _Judge:
         if flow.factor <= 0:
             raise UnsupportedError(f"it multiplies its logits by {flow.factor:g}")
         (feature,) = contracted(letters)
-        factors = q.factor or 1.0, k.factor or 1.0, flow.factor
-        whole = math.prod(factors) * math.sqrt(q.sizes[feature])
-        if not (q.separable and k.separable) and not math.isclose(whole, 1, rel_tol=1e-2):  # LoRA's is on a part
+        factors, head_dim = (q.factor or 1.0, k.factor or 1.0, flow.factor), q.sizes[feature]
+        if not (q.separable and k.separable) and not _make_scale(head_dim, *factors):  # LoRA's is on a part
             raise UnsupportedError("a factor on its queries or keys is followed by more than moves")
         batch = {*letters[2]} - over
         split = [s for s in letters[query] if s in batch and s in (q.features or ())]
-        product = Product(letters, query, factors, _keeps_factor(q, k, factors, q.sizes[feature]))
+        product = Product(letters, query, factors, _keeps_factor(q, k, factors, head_dim))
         product = replace(product, brought=tuple(softmax.owner not in x.frames for x in (q, k)))
         if len(split) == 1 and [*map(len, replace(product, head=split[0]).axes)] == [1] * 5:
             product = replace(product, head=split[0])
@@ -180,7 +179,7 @@ class _Judge:
             (),
             heads=q.sizes[split[0]] if product.head else 1,
             kv_heads=k.sizes.get(split[0], 1) if product.head else 1,
-            head_dim=q.sizes[feature],
+            head_dim=head_dim,
             causal=softmax.causal,
             cross=tokens != math.prod(k.sizes[s] for s in over),
             layout=_layout(flow) if over == {*product.axes[3]} else None,
@@ -194,10 +193,6 @@ def _keeps_factor(q: Operand, k: Operand, factors: tuple[float, float, float], h
 
     It is none if all factors make the scale of attention, 1/√D, whatever norms the queries of the example have.
     """
-
-    def is_scale(*some: float) -> bool:
-        return math.isclose(math.prod(some) * math.sqrt(head_dim), 1, rel_tol=1e-2)
-
     if q.norm is not None and k.norm is not None:
         cosine = factors[2] * k.norm
         if min(abs(cosine - 1), abs(factors[0] * cosine - 1)) >= 0.1:
@@ -205,9 +200,14 @@ def _keeps_factor(q: Operand, k: Operand, factors: tuple[float, float, float], h
                 "it is cosine attention: queries and keys are normalized, and their cosine is multiplied by "
                 f"{cosine * q.norm:.3g}"
             )
-    if is_scale(*factors):
+    if _make_scale(head_dim, *factors):
         return False
-    return is_scale(*factors[1:]) or q.norm is not None
+    return _make_scale(head_dim, *factors[1:]) or q.norm is not None
+
+
+def _make_scale(head_dim: int, *factors: float) -> bool:
+    """Return whether some factors make the scale of attention, 1/√D."""
+    return math.isclose(math.prod(factors) * math.sqrt(head_dim), 1, rel_tol=1e-2)
 
 
 def _period(products: list[Any], softmaxes: list[Any]) -> int:
