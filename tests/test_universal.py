@@ -331,7 +331,7 @@ class FlexAttention(nn.Module):
 
 @pytest.fixture
 def flexible():
-    """A model, what it is called with, and the bias that its score_mod and its mask make."""
+    """A model, its inputs, and the bias that its score_mod and its mask make."""
     place = torch.arange(128.0)
     bias = (place[:, None] - place) / 8
     heads = [torch.randn(2, heads, 128, 16) for heads in (4, 2, 2)]

@@ -30,7 +30,7 @@ class Run:
 
 
 class Clock:
-    """The loss and the time of every step, for a framework's own callback to inherit or to be made of."""
+    """Keeps the loss and the time of every step; a callback of a framework inherits it or is made of it."""
 
     def __init__(self, device: str) -> None:
         self.on, self.seen = device, Run([], [])
