@@ -1,7 +1,7 @@
 """The table of support: every mechanism of quest-core and quest-zoo, trained for one step in a host's default model.
 
-A plugin's tests call `check` with a function that trains. The outcomes lie in a file next to the tests, from which
-docs/generate.py makes the table. QUEST_WRITE_SUPPORT=1 writes that file.
+A plugin's tests call `check` with a function that gives a loss. The outcomes lie in a file next to the tests, from
+which docs/generate.py makes the table. QUEST_WRITE_SUPPORT=1 writes that file.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quest_core.errors import QuestError
 from quest_core.registry import AXES, Component, mechanisms, owner, temporary
 
-Train = Callable[..., None]
+Loss = Callable[..., torch.Tensor]
 
 
 @functools.cache  # a class registers itself when its module is imported, so once
@@ -38,17 +40,20 @@ def specs() -> dict[str, str]:
     return {part.name: f"{part.name}(kv_heads=2)" if part.name in needs_heads else part.name for part in shown}
 
 
-def outcomes(train: Train, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def outcomes(loss: Loss, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Train every mechanism in the default model, and if the host refuses it, with each setting in turn.
 
     Args:
-        train: builds the host's default model with an attention and the keywords of a setting, and makes one training
-            step; raises QuestError if the host refuses.
-        settings: keywords of `train`, by what a user writes. The keyword `options` is a text of options for the
+        loss: builds the host's default model with an attention and the keywords of a setting, and returns a loss of
+            it; raises QuestError if the host refuses.
+        settings: keywords of `loss`, by what a user writes. The keyword `options` is a text of options for the
             mechanism, such as `"dims=1"`, and is not passed on.
 
     Returns:
         "works", "with <setting>" or "refused" for every mechanism.
+
+    Raises:
+        AssertionError: a loss is not finite.
     """
     found = {}
     tries: dict[str, Mapping[str, Any]] = {"": {}, **settings}
@@ -58,21 +63,23 @@ def outcomes(train: Train, settings: Mapping[str, Mapping[str, Any]]) -> dict[st
             others = {key: value for key, value in keywords.items() if key != "options"}
             text = f"{name}({keywords['options']})" if "options" in keywords else spec
             try:
-                train(text, **others)
+                made = loss(text, **others)
+                made.backward()
             except QuestError:
                 continue
+            assert made.isfinite(), text
             found[name] = f"with {label}" if label else "works"
             break
     return found
 
 
-def check(path: Path, host: str, train: Train, settings: Mapping[str, Mapping[str, Any]]) -> None:
+def check(path: Path, host: str, loss: Loss, settings: Mapping[str, Mapping[str, Any]]) -> None:
     """Assert that the outcomes are those of the file at `path`.
 
     Args:
         path: the file, `support.json` next to the tests.
         host: the head of the column.
-        train: see `outcomes`.
+        loss: see `outcomes`.
         settings: see `outcomes`.
 
     Raises:
@@ -80,7 +87,7 @@ def check(path: Path, host: str, train: Train, settings: Mapping[str, Mapping[st
     """
     with temporary():
         mechanisms().update({part.name: part for part in zoo()})  # type: ignore[attr-defined]
-        found = {"host": host, "mechanisms": outcomes(train, settings)}
+        found = {"host": host, "mechanisms": outcomes(loss, settings)}
     if os.environ.get("QUEST_WRITE_SUPPORT") == "1":
         path.write_text(json.dumps(found, indent=1) + "\n")
     assert json.loads(path.read_text()) == found, f"QUEST_WRITE_SUPPORT=1 writes {path.name}, then docs/generate.py"

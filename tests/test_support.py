@@ -9,13 +9,11 @@ import quest_core
 from devtools.support import check
 
 
-def train(attention, **layer):
+def loss(attention, **layer):
     made = nn.TransformerEncoderLayer(16, 4, batch_first=True, **layer)
     model, _ = quest_core.inject(nn.TransformerEncoder(made, 2, enable_nested_tensor=False), attention)
-    loss = model(torch.randn(2, 9, 16)).pow(2).mean()
-    loss.backward()
-    assert loss.isfinite()
+    return model(torch.randn(2, 9, 16)).pow(2).mean()
 
 
 def test_the_table_of_support():
-    check(Path(__file__).with_name("support.json"), "PyTorch", train, {"`dropout=0`": {"dropout": 0.0}})
+    check(Path(__file__).with_name("support.json"), "PyTorch", loss, {"`dropout=0`": {"dropout": 0.0}})

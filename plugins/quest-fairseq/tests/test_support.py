@@ -8,12 +8,10 @@ from conftest import SHAPE, build
 from devtools.support import check
 
 
-def train(attention):
+def loss(attention):
     model = build("quest_transformer_lm", *SHAPE, "--attention", attention)
-    loss = model(torch.randint(4, 9, (2, 7)))[0].pow(2).mean()
-    loss.backward()
-    assert loss.isfinite()
+    return model(torch.randint(4, 9, (2, 7)))[0].pow(2).mean()
 
 
 def test_the_table_of_support():
-    check(Path(__file__).with_name("support.json"), "fairseq", train, {})
+    check(Path(__file__).with_name("support.json"), "fairseq", loss, {})

@@ -9,13 +9,11 @@ from mmdet.registry import MODELS
 from devtools.support import check
 
 
-def train(attention):
+def loss(attention):
     config = small(DETR, type="quest_mmdet.DETR", attention=attention)
-    found = MODELS.build(without_dropout(config)).loss(torch.randn(2, 3, 32, 32), samples(side=32))
-    loss = sum(value for key, value in found.items() if "loss" in key)
-    loss.backward()
-    assert loss.isfinite()
+    losses = MODELS.build(without_dropout(config)).loss(torch.randn(2, 3, 32, 32), samples(side=32))
+    return sum(value for key, value in losses.items() if "loss" in key)
 
 
 def test_the_table_of_support():
-    check(Path(__file__).with_name("support.json"), "mmdetection", train, {})
+    check(Path(__file__).with_name("support.json"), "mmdetection", loss, {})

@@ -9,15 +9,13 @@ import quest_transformers  # noqa: F401
 from devtools.support import check
 
 
-def train(attention, **options):
+def loss(attention, **options):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = BertConfig(vocab_size=50, attn_implementation=attention, **sizes, **options)
     model = BertModel._from_config(config)
-    loss = model(torch.randint(50, (2, 9))).last_hidden_state.pow(2).mean()
-    loss.backward()
-    assert loss.isfinite()
+    return model(torch.randint(50, (2, 9))).last_hidden_state.pow(2).mean()
 
 
 def test_the_table_of_support():
     settings = {"`attention_probs_dropout_prob=0`": {"attention_probs_dropout_prob": 0.0}}
-    check(Path(__file__).with_name("support.json"), "transformers", train, settings)
+    check(Path(__file__).with_name("support.json"), "transformers", loss, settings)
