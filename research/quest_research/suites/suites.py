@@ -8,27 +8,49 @@ from quest_suites.declaring import RATES, choice, number, papers, whole
 
 _PAPER = papers(__file__)
 
-OPTIONS = [
+SHARED = {
+    option["name"]: option
+    for option in [
+        whole("train", 8000, "training samples, drawn for each seed"),
+        whole("validation", 2000, "further training samples, which choose the epoch that is reported"),
+        whole("test", 1000, "test samples"),
+        whole("epochs", 5, "passes over the training samples"),
+        whole("steps", 1500, "training steps"),
+        whole("batch", 128, "samples in a mini-batch"),
+        whole("patch", 7, "pixels a side of a patch; it divides those of the images"),
+        whole("width", 64, "features of a token; every width of a head divides it"),
+        whole("layers", 4, "Transformer blocks"),
+        whole("heads", 4, "attention heads of a block"),
+        whole("warmup", 0, "steps in which the learning rate rises to its value", 0),
+        number("weight_decay", 0.05, "of AdamW, on every parameter"),
+        number("rate", 0.001, "highest learning rate of AdamW"),
+        whole("rates", 1, "learning rates, half a decade apart"),
+        number("lowest", 0.001, "lowest of them"),
+        whole("rounds", 10, "how often a step is timed"),
+    ]
+}
+"""Options that several suites have, by name."""
+
+
+def _options(**defaults: float) -> list[dict[str, Any]]:
+    """Return shared options with these defaults."""
+    return [{**SHARED[name], "default": default} for name, default in defaults.items()]
+
+
+def _images(**defaults: float) -> list[dict[str, Any]]:
+    """Return the options of a Vision Transformer and its training, with other defaults than those of `SHARED`."""
+    names = ("train", "validation", "epochs", "batch", "patch", "width", "layers", "heads", "warmup", "weight_decay")
+    return _options(**{name: defaults.get(name, SHARED[name]["default"]) for name in names})
+
+
+TOY_OPTIONS = [
     whole("samples", 2048, "training sequences; the paper does not say how many, on which the ranking depends"),
     whole("test_samples", 2048, "test sequences, none of them biased"),
     whole("seq_len", 20, "vectors in a sequence; answers lie around position 10 with standard deviation 2", 11),
-    whole("epochs", 50, "passes over the training sequences"),
-    whole("batch", 32, "sequences in a mini-batch"),
+    *_options(epochs=50, batch=32),
     whole("weight_seeds", 3, "weight initializations for each learning rate and weight decay (the paper: 5)"),
     choice("block", ("prenorm", "printed"), "where the Transformer block normalizes"),
     number("embed_std", 0.02, "standard deviation of the initial [CLS] token and positional embeddings"),
-]
-IMAGE_OPTIONS = [
-    whole("train", 8000, "training images, drawn for each seed"),
-    whole("validation", 2000, "further training images, which choose the epoch that is reported"),
-    whole("epochs", 5, "passes over the training images"),
-    whole("batch", 128, "images in a mini-batch"),
-    whole("patch", 7, "pixels a side of a patch; it divides those of the images"),
-    whole("width", 64, "features of a token"),
-    whole("layers", 4, "Transformer blocks"),
-    whole("heads", 4, "attention heads of a block"),
-    whole("warmup", 0, "steps in which the learning rate rises to its value", 0),
-    number("weight_decay", 0.05, "of AdamW, on every parameter"),
 ]
 IMAGE_DATA = (
     "Fashion-MNIST's or MNIST's four IDX files, or CIFAR-10 in the binary version; Debian's "
@@ -39,41 +61,27 @@ IDX_DATA = "Fashion-MNIST's or MNIST's four IDX files; Debian's dataset-fashion-
 _TEST = whole("test", 0, "test images, the same for all seeds; 0 for all", 0)
 _PRECISION = choice("precision", ("float32", "bfloat16", "float16"), "of autocast in training; float16 scales the loss")
 
-
-def _changed(options: list[dict[str, Any]], **defaults: int) -> list[dict[str, Any]]:
-    """Return options with other defaults."""
-    return [{**option, "default": defaults.get(option["name"], option["default"])} for option in options]
-
-
-DIGITS_OPTIONS = _changed(
-    IMAGE_OPTIONS, train=1000, validation=200, epochs=12, batch=32, patch=2, width=48, layers=2, warmup=50
-)
 RECIPE_OPTIONS = [
-    *_changed(IMAGE_OPTIONS, train=50000, validation=10000, epochs=30, warmup=500),
-    number("rate", 0.001, "lowest learning rate"),
-    whole("rates", 1, "learning rates, half a decade apart; validation chooses one"),
+    *_images(train=50000, validation=10000, epochs=30, warmup=500),
+    *_options(rate=0.001, rates=1),
     _TEST,
     _PRECISION,
 ]
 STABILITY_OPTIONS = [
-    *_changed(IMAGE_OPTIONS, train=3000, validation=500, batch=64, width=48),
-    {**_TEST, "default": 3000, "minimum": 1, "doc": "test images, or windows of text"},
-    whole("rates", 5, "learning rates, half a decade apart", 2),
-    number("lowest", 0.001, "lowest learning rate"),
+    *_images(train=3000, validation=500, batch=64, width=48),
+    *_options(test=3000, rates=5, lowest=0.001),
     _PRECISION,
     number("qk_clip", 0, "threshold of QK-clip after each step; 0 for none"),
 ]
 ROBUSTNESS_OPTIONS = [
-    *_changed(IMAGE_OPTIONS, train=3000, validation=500, batch=64, width=48),
-    number("rate", 0.003, "highest learning rate"),
+    *_images(train=3000, validation=500, batch=64, width=48),
+    *_options(rate=0.003),
     {**_TEST, "default": 3000},
     whole("shifted", 100, "test images that are corrupted or attacked"),
     {**whole("severity", 3, "of the fog in the task fog, 1 to 5"), "choices": (1, 2, 3, 4, 5)},
     number("epsilon", 1.0, "budget of attacks, in 255ths"),
     number("share", 0.9, "training images whose square is at the place of their class"),
 ]
-
-
 GQA_OPTIONS = [
     whole("train", 2400, "images of classes 0 to 4 for pretraining, drawn for each seed"),
     whole("uptrain_images", 800, "those of them that up-training sees"),
@@ -86,78 +94,30 @@ GQA_OPTIONS = [
     number("pretrain_rate", 0.001, "learning rate of pretraining"),
     number("uptrain_rate", 0.0003, "learning rate of up-training"),
     number("finetune_rate", 0.001, "learning rate of fine-tuning"),
-    number("weight_decay", 0.01, "of AdamW, on every parameter"),
-    whole("batch", 32, "images in a mini-batch"),
-    whole("patch", 7, "pixels a side of a patch; it divides 28"),
-    whole("width", 64, "features of a token"),
-    whole("layers", 3, "Transformer blocks"),
-    whole("heads", 8, "query heads of a block", 2),
-    whole("rounds", 15, "how often inference is timed"),
+    *_options(weight_decay=0.01, batch=32, patch=7, width=64, layers=3, heads=8, rounds=15),
 ]
-
 EXPLAIN_OPTIONS = [
-    whole("train", 3000, "training images, drawn for each seed"),
-    whole("validation", 500, "further training images, which choose the epoch"),
-    whole("test", 1000, "test images, the first ones"),
-    whole("epochs", 4, "passes over the training images"),
-    whole("batch", 32, "images in a mini-batch"),
-    number("rate", 0.002, "learning rate of AdamW"),
-    number("weight_decay", 0.01, "of AdamW, on every parameter"),
+    *_options(train=3000, validation=500, test=1000, epochs=4, batch=32, rate=0.002, weight_decay=0.01),
     number("noise", 0.1, "the background is uniform between 0 and this; the object reaches 1"),
-    whole("size", 42, "pixels a side of the canvas", 28),
-    whole("patch", 7, "pixels a side of a patch; it divides the size"),
-    whole("width", 64, "features of a token"),
-    whole("layers", 3, "Transformer blocks"),
-    whole("heads", 4, "attention heads of a block"),
+    whole("size", 42, "pixels a side of the canvas, a multiple of those of a patch", 28),
+    *_options(patch=7, width=64, layers=3, heads=4),
 ]
-
 AFT_OPTIONS = [
-    whole("epochs", 1, "passes over the training data"),
+    *_options(epochs=1),
     whole("images", 2000, "training images; a quarter as many more for validation, half as many for the test"),
     whole("tokens", 1024, "bytes or pixels in a mini-batch"),
-    number("rate", 0.004, "learning rate of AdamW"),
-    number("weight_decay", 0.01, "of AdamW, on every parameter"),
-    whole("width", 64, "features of a token"),
-    whole("layers", 2, "Transformer blocks"),
-    whole("heads", 4, "attention heads of a block"),
-    whole("rounds", 10, "how often a training step is timed"),
+    *_options(rate=0.004, weight_decay=0.01, width=64, layers=2, heads=4, rounds=10),
 ]
-
-WIDTHS_OPTIONS = [
-    whole("steps", 1500, "training steps"),
-    whole("batch", 8, "pieces of 64 characters in a mini-batch"),
-    whole("width", 64, "features of a token; every width of a head divides it"),
-    whole("layers", 2, "Transformer blocks"),
-    whole("rates", 2, "learning rates, half a decade apart; validation chooses one"),
-    number("lowest", 0.003, "lowest learning rate"),
-    number("weight_decay", 0.01, "of AdamW, on every parameter"),
-]
-
+WIDTHS_OPTIONS = _options(steps=1500, batch=8, width=64, layers=2, rates=2, lowest=0.003, weight_decay=0.01)
 RECALL_OPTIONS = [
-    whole("train", 10000, "training sequences of 64 tokens"),
-    whole("test", 1000, "sequences of the test, and of validation"),
-    whole("epochs", 1, "passes over the training sequences"),
-    whole("batch", 32, "sequences in a mini-batch"),
+    *_options(train=10000, test=1000, epochs=1, batch=32),
     whole("pairs", 16, "keys with their values in a sequence"),
     whole("vocabulary", 256, "tokens: keys in the first half, values in the second"),
-    whole("width", 64, "features of a token; every width of a head divides it"),
-    whole("rates", 4, "learning rates, half a decade apart", 2),
-    number("lowest", 0.001, "lowest learning rate"),
-    number("weight_decay", 0.01, "of AdamW, on every parameter"),
+    *_options(width=64, rates=4, lowest=0.001, weight_decay=0.01),
 ]
-
-MAD_OPTIONS = [
-    whole("train", 25600, "training sequences"),
-    whole("test", 1000, "sequences of the test, and of validation"),
-    whole("epochs", 1, "passes over the training sequences"),
-    whole("batch", 32, "sequences in a mini-batch"),
-    whole("width", 32, "features of a token"),
-    whole("heads", 2, "attention heads of a block"),
-    whole("layers", 2, "Transformer blocks"),
-    whole("rates", 3, "learning rates, half a decade apart", 2),
-    number("lowest", 0.001, "lowest learning rate"),
-    number("weight_decay", 0.01, "of AdamW, on every parameter"),
-]
+MAD_OPTIONS = _options(
+    train=25600, test=1000, epochs=1, batch=32, width=32, heads=2, layers=2, rates=3, lowest=0.001, weight_decay=0.01
+)
 
 _VALIDATION = {"unit": "%", "selection": "validation"}
 _IMAGES = {"metric": "accuracy", **_VALIDATION, "data": IMAGE_DATA, "data_files": IMAGE_FILES}
@@ -177,21 +137,21 @@ SUITES: dict[str, dict[str, Any]] = {
         "selection": "last",
         "unit": "%",
         "paper": _PAPER["toy/spurious"],
-        "options": OPTIONS,
+        "options": TOY_OPTIONS,
         "plots": "quest_research.suites.toy_plots:plots",
     },
     "images/fashion-mnist": {
         **_IMAGES,
         "summary": "a small Vision Transformer on Fashion-MNIST, one task for each learning rate",
         "tasks": ["lr=0.001", "lr=0.003", "lr=0.01", "lr=0.03"],
-        "options": IMAGE_OPTIONS,
+        "options": _images(),
     },
     "images/digits": {
         **_VALIDATION,
         "summary": "a small Vision Transformer on scikit-learn's handwritten digits, one task for each learning rate",
         "tasks": ["lr=0.003", "lr=0.03"],
         "metric": "accuracy",
-        "options": DIGITS_OPTIONS,
+        "options": _images(train=1000, validation=200, epochs=12, batch=32, patch=2, width=48, layers=2, warmup=50),
     },
     "images/recipes": {
         **_IMAGES,
