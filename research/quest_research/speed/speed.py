@@ -7,10 +7,10 @@ of threads is measured in a process of its own, because thread pools keep the fi
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import itertools
-import json
 import math
 import multiprocessing
 import os
@@ -18,9 +18,9 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,9 +28,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import quest_core
+from quest_bench.cli import expanded
+from quest_bench.plan import parse_attentions, portable
 from quest_bench.store import commit
 from quest_bench.worker import cores, machine, write_text
-from quest_core.errors import ConfigError
+from quest_core.errors import ConfigError, QuestError
 
 Attend = Callable[..., Tensor]
 Shape = tuple[int, int, int, int]
@@ -48,6 +50,7 @@ SHAPES: tuple[Shape, ...] = (
 
 LINEAR_SHAPE: Shape = (1, 8, 16384, 64)
 
+NAME = "python -m quest_research.speed"
 PEER = "scaled_dot_product_attention"
 FORMULA = "three-line quest"
 NAIVE = "naive linear"
@@ -114,7 +117,6 @@ class Timing:
     ratio: float
     ratio_low: float
     ratio_high: float
-    rounds: int
 
 
 def contenders(plan: Plan, peer: str, shape: Shape) -> dict[str, Attend]:
@@ -198,7 +200,7 @@ def measure(plan: Plan, threads: int) -> list[Timing]:
             ratios = [own / other for own, other in zip(times[name], times[base], strict=True)]
             low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
             where = (shape, layout, threads, DIRECTIONS[backward], base, name)
-            rows.append(Timing(*where, 1e3 * statistics.median(times[name]), middle, low, high, plan.rounds))
+            rows.append(Timing(*where, 1e3 * statistics.median(times[name]), middle, low, high))
     return rows
 
 
@@ -247,21 +249,7 @@ def markdown(rows: list[Timing]) -> str:
     return "\n".join(lines)
 
 
-def check_calls(attentions: Iterable[str]) -> None:
-    """Raise ConfigError for an attention that cannot be called on its own with q, k and v of one shape."""
-    for config in map(quest_core.AttentionConfig.parse, attentions):
-        for part in config.components:
-            why = "reads what the attention layer before it left behind" if part.chained else ""
-            if part.reshapes or part.key_features is not None:
-                why = "takes keys of another shape than the queries"
-            if why:
-                raise ConfigError(
-                    f"attention '{config}': each call is of one layer with q, k and v of one shape, and '{part.name}' "
-                    f"{why}; leave it out of --attention"
-                )
-
-
-def check_threads(given: list[int] | None) -> list[int]:
+def check_threads(given: Sequence[int] | None) -> Sequence[int]:
     """Return the numbers of threads to measure; without any, those of 1, 2 and 4 that this machine has cores for.
 
     Raises:
@@ -280,21 +268,20 @@ def instruction_set() -> str:
     return torch.backends.cpu.get_cpu_capability() + (f" (ATEN_CPU_CAPABILITY={forced})" if forced else "")
 
 
-def run(plan: Plan, out: Path | None, *, threads: list[int] | None, command: str) -> str:
-    """Measure, write ``speed.md`` and ``speed.json`` into `out` and return the report.
+def run(plan: Plan, out: Path | None, *, threads: Sequence[int] | None, command: str) -> str:
+    """Measure, write ``speed.md`` into `out` and return the report.
 
     Raises:
-        ConfigError: an attention that `check_calls` excludes, or a number of threads that this machine does not have.
+        ConfigError: a number of threads that this machine does not have.
+        QuestError: an attention cannot be called on its own with q, k and v of one shape.
     """
-    check_calls(plan.attentions)
     numbers, started = check_threads(threads), time.monotonic()
     rows = [row for number in numbers for row in measure_apart(plan, number)]
     rows.sort(key=lambda row: [*plan.shapes, plan.linear_shape].index(row.shape))
-    here, found, seconds = machine(), commit(), math.ceil(time.monotonic() - started)
-    facts = ", ".join(f"{key} {value}" for key, value in here.items())
+    facts = ", ".join(f"{key} {value}" for key, value in machine().items())
     text = f"""# Speed of attention
 
-Command: `{command}` ({seconds} s), commit {found or "unknown"}.
+Command: `{command}` ({math.ceil(time.monotonic() - started)} s), commit {commit() or "unknown"}.
 
 Machine: {facts}; {instruction_set()}, torch {torch.__version__}, float32.
 
@@ -306,9 +293,48 @@ keys. Freed memory stays with the process, as in a training process with a large
 
 {markdown(rows)}"""
     if out is not None:
-        record = {"command": command, "seconds": seconds, "commit": found, "machine": here, "torch": torch.__version__}
-        record |= {"instruction_set": instruction_set(), "rows": list(map(asdict, rows))}
         out.mkdir(parents=True, exist_ok=True)
         write_text(out / "speed.md", text)
-        write_text(out / "speed.json", json.dumps(record, indent=1))
     return text
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """ "1,2,4" -> (1, 2, 4)."""
+    return tuple(map(int, text.split(",")))
+
+
+def shape(text: str) -> Shape:
+    """ "4,8,512,64" -> (B, H, N, D)."""
+    batch, heads, n, dim = whole_numbers(text)
+    return batch, heads, n, dim
+
+
+def main(argv: list[str]) -> None:
+    """Time attentions against their peers in PyTorch, in turns within one run, and print the report."""
+    parser = argparse.ArgumentParser(prog=NAME, description=main.__doc__)
+    parser.add_argument("--attention", default="quest,standard", help="comma-separated, without groupings")
+    parser.add_argument("--out", type=expanded, metavar="DIR", help="the folder of the page")
+    parser.add_argument(
+        "--threads", type=whole_numbers, metavar="N,...", help="of the CPU; by default 1,2,4 up to the number of cores"
+    )
+    parser.add_argument("--rounds", type=int, default=31, help="how often each contender takes its turn, at least 2")
+    parser.add_argument(
+        "--shape", type=shape, action="append", metavar="B,H,N,D", help="in place of the usual ones; may be repeated"
+    )
+    parser.add_argument("--padded", action="store_true", help="with padding, in place of the packed layout")
+    parser.add_argument("--smoke", action="store_true", help="small sizes, one thread; the numbers mean nothing")
+    given = parser.parse_args(argv)
+    try:
+        plan = Plan(attentions=tuple(parse_attentions(given.attention)), rounds=given.rounds)
+        if given.shape:
+            plan = replace(plan, shapes=tuple(given.shape), linear_shape=None)
+        if given.padded:
+            plan = replace(plan, layouts=("contiguous", "padded"), linear_shape=None)
+        if given.smoke:
+            plan, given.threads = plan.smoke(), given.threads or (1,)
+        print(run(plan, given.out, threads=given.threads, command=portable([*NAME.split(), *argv])))
+    except QuestError as error:
+        parser.error(str(error))
