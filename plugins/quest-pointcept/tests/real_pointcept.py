@@ -1,26 +1,30 @@
 """Pointcept's own tools/train.py, unmodified, with and without this plugin, on generated datasets.
 
-PT-v3m1, m2 and m3 segment scenes in nuScenes' layout (`quest_suites.pointcept.scenes`) from Pointcept's nuScenes
+PT-v3m1, m2 and m3 segment scenes in nuScenes' layout (of `quest_suites.pointcept.scenes`) from Pointcept's nuScenes
 configuration as `_base_`, made small below; Sonata, Concerto and PPT are in `pretraining.py`. On a machine without CUDA
 the trainer runs with `cpu/` on its path.
 """
 
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pretraining
 import torch
 
-from quest_suites.pointcept.scenes import write_nuscenes
+from quest_suites.pointcept.scenes import scan, seeds
 
 CPU = Path(__file__).parent / "cpu"
 MODELS = ("PT-v3m1", "PT-v3m2", "PT-v3m3")
 PRETRAINING = tuple(pretraining.CONFIGS)
+RAW_LABELS = (9, 14, 15, 17, 18, 21, 2, 12, 22, 23, 24, 25, 26, 27, 28, 30)
+"""The label in nuScenes' lidarseg files that becomes each class."""
 SCENES = {"train": 16, "val": 4, "rings": 16, "rays": 120}
 
 # Every model of Pointcept's nuScenes configuration, made small. m2 and m3 have no norms that know the dataset, m3 turns
@@ -79,6 +83,37 @@ def config(root: Path, model: str, attention: str | None, data: Path, folder: Pa
         + (WATCHED if plugin else "")
     )
     return path
+
+
+def write_nuscenes(folder: Path, *, train: int, val: int, rings: int = 32, rays: int = 240, sweeps: int = 10) -> None:
+    """Write scenes in the layout in which Pointcept reads nuScenes: ``info/*.pkl`` and binary files under ``raw/``.
+
+    Args:
+        folder: created if missing.
+        train: scenes of the training split.
+        val: scenes of the validation split.
+        sweeps: the number that is part of the info files' names.
+    """
+    for split, count in (("train", train), ("val", val)):
+        infos = []
+        for seed in seeds(split, count):
+            seen = scan(seed, rings=rings, rays=rays)
+            token = f"street{seed:06d}"
+            rows = np.zeros((len(seen.labels), 5), np.float32)  # x, y, z, intensity in 0..255, ring
+            rows[:, :3], rows[:, 3] = seen.points, 255 * seen.strength
+            info = {
+                "lidar_path": f"samples/LIDAR_TOP/{token}.pcd.bin",
+                "gt_segment_path": f"lidarseg/v1.0-trainval/{token}_lidarseg.bin",
+                "lidar_token": token,
+            }
+            for key, data in (("lidar_path", rows), ("gt_segment_path", np.array(RAW_LABELS, np.uint8)[seen.labels])):
+                path = folder / "raw" / info[key]
+                path.parent.mkdir(parents=True, exist_ok=True)
+                data.tofile(path)
+            infos.append(info)
+        path = folder / "info" / f"nuscenes_infos_{sweeps}sweeps_{split}.pkl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(pickle.dumps(infos))
 
 
 def write_data(folder: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from real_pointcept import RAW_LABELS, write_nuscenes
 
 from devtools.cells import HostSuites, check_resume
 from quest_suites.contract import Cell
@@ -38,7 +39,7 @@ def test_scenes_are_what_their_seed_says():
 
 def test_every_class_is_seen():
     counts = sum(np.bincount(scenes.scan(seed, rays=120).labels, minlength=16) for seed in range(12))
-    assert len(counts) == len(scenes.CLASSES) == len(scenes.RAW_LABELS) == 16
+    assert len(counts) == len(scenes.CLASSES) == len(RAW_LABELS) == 16
     assert (counts > 0).all(), dict(zip(scenes.CLASSES, counts, strict=True))
 
 
@@ -53,7 +54,7 @@ def test_no_scene_is_in_both_splits():
 
 
 def test_the_layout_of_nuscenes(tmp_path):
-    scenes.write_nuscenes(tmp_path, train=2, val=1, rings=8, rays=60)
+    write_nuscenes(tmp_path, train=2, val=1, rings=8, rays=60)
     infos = pickle.loads((tmp_path / "info" / "nuscenes_infos_10sweeps_train.pkl").read_bytes())
     assert len(infos) == 2
     rows = np.fromfile(tmp_path / "raw" / infos[0]["lidar_path"], np.float32).reshape(-1, 5)
@@ -61,7 +62,7 @@ def test_the_layout_of_nuscenes(tmp_path):
     seen = scenes.scan(scenes.seeds("train", 1)[0], rings=8, rays=60)
     np.testing.assert_array_equal(rows[:, :3], seen.points)
     np.testing.assert_allclose(rows[:, 3] / 255, seen.strength, atol=1e-6)
-    np.testing.assert_array_equal(labels, np.array(scenes.RAW_LABELS)[seen.labels])
+    np.testing.assert_array_equal(labels, np.array(RAW_LABELS)[seen.labels])
 
 
 # --- points/scenes ----------------------------------------------------------------------------------------------------

@@ -11,9 +11,7 @@ Synthetic data; numbers are not comparable with nuScenes. Its noise is jitter of
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,9 +21,6 @@ CLASSES = (
     "truck", "driveable_surface", "other_flat", "sidewalk", "terrain", "manmade", "vegetation",
 )  # fmt: skip
 """nuScenes' classes, in the order of its labels."""
-
-RAW_LABELS = (9, 14, 15, 17, 18, 21, 2, 12, 22, 23, 24, 25, 26, 27, 28, 30)
-"""The label in nuScenes' lidarseg files that becomes each class."""
 
 SENSOR_HEIGHT = 1.8
 RANGE = 50.0
@@ -237,34 +232,3 @@ def seeds(split: str, count: int) -> range:
     """Return the seeds of a split, "train" or "val"; the splits do not overlap."""
     first = {"train": 0, "val": 1_000_000}[split]
     return range(first, first + count)
-
-
-def write_nuscenes(folder: Path, *, train: int, val: int, rings: int = 32, rays: int = 240, sweeps: int = 10) -> None:
-    """Write scenes in the layout in which Pointcept reads nuScenes: ``info/*.pkl`` and binary files under ``raw/``.
-
-    Args:
-        folder: created if missing.
-        train: scenes of the training split.
-        val: scenes of the validation split.
-        sweeps: the number that is part of the info files' names.
-    """
-    for split, count in (("train", train), ("val", val)):
-        infos = []
-        for seed in seeds(split, count):
-            seen = scan(seed, rings=rings, rays=rays)
-            token = f"street{seed:06d}"
-            rows = np.zeros((len(seen.labels), 5), np.float32)  # x, y, z, intensity in 0..255, ring
-            rows[:, :3], rows[:, 3] = seen.points, 255 * seen.strength
-            info = {
-                "lidar_path": f"samples/LIDAR_TOP/{token}.pcd.bin",
-                "gt_segment_path": f"lidarseg/v1.0-trainval/{token}_lidarseg.bin",
-                "lidar_token": token,
-            }
-            for key, data in (("lidar_path", rows), ("gt_segment_path", np.array(RAW_LABELS, np.uint8)[seen.labels])):
-                path = folder / "raw" / info[key]
-                path.parent.mkdir(parents=True, exist_ok=True)
-                data.tofile(path)
-            infos.append(info)
-        path = folder / "info" / f"nuscenes_infos_{sweeps}sweeps_{split}.pkl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(pickle.dumps(infos))
