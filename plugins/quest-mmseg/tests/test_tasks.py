@@ -18,7 +18,7 @@ from quest_suites.contract import Cell
 from quest_suites.mmseg import scenes, tasks
 from quest_suites.mmseg.corruptions import CORRUPTIONS, Corrupt, corrupted, severities
 from quest_suites.mmseg.suites import SUITES
-from quest_suites.mmseg.tasks import run_ade20k, run_ade20k_corrupted, run_camvid, run_shapes
+from quest_suites.mmseg.tasks import run_ade20k, run_camvid, run_shapes
 
 
 def cell(suite, tmp_path, attention="quest", task=None, seed=0, data=None, **options):
@@ -81,7 +81,7 @@ def test_ade20k_from_a_folder(tmp_path, monkeypatch):
     assert found.details["injected"].startswith("attention=quest in 14 modules")
     monkeypatch.setattr(tasks, "SMOKE_CORRUPTIONS", ("gaussian_noise",))
     corrupt = cell("seg/ade20k-c", tmp_path / "c", **options)
-    noisy = run_ade20k_corrupted(corrupt, lambda *_: None)
+    noisy = run_ade20k(corrupt, lambda *_: None)
     assert {name: noisy.metrics[name] for name in found.metrics} == found.metrics
     assert len(noisy.details["mIoU by severity"]["gaussian_noise"]) == 3
     assert noisy.metrics["mIoU corrupted"] == noisy.metrics["mIoU corrupted/gaussian_noise"]
@@ -106,13 +106,6 @@ def test_camvid_from_a_folder(tmp_path):
     assert found[0].details["injected"].startswith("attention=quest in 6 modules")
     assert found[0].metrics == found[1].metrics
     assert 0 < found[0].metrics["mIoU"] < 100
-
-
-def test_data_that_is_not_there(tmp_path):
-    runs = {"seg/ade20k": run_ade20k, "seg/ade20k-c": run_ade20k_corrupted, "seg/camvid": run_camvid}
-    for suite, run in runs.items():
-        with pytest.raises(ConfigError, match="give the folder (ADEChallengeData2016|CamVid)"):
-            run(cell(suite, tmp_path, data=tmp_path), print)
 
 
 # --- scenes ---------------------------------------------------------------------------------------------------------

