@@ -236,7 +236,11 @@ class Trained:
 
 
 def over_rates(
-    lowest: float, count: int, train: Callable[[float, str, Progress], Trained], progress: Progress
+    lowest: float,
+    count: int,
+    train: Callable[[float, str, Progress], Trained],
+    progress: Progress,
+    keep: Cell | None = None,
 ) -> Result:
     """Train at learning rates half a decade apart. A rate that diverges stays in the result.
 
@@ -245,6 +249,7 @@ def over_rates(
         count: rates.
         train: called with each rate, its name "lr=R" and the progress of its share.
         progress: of the cell.
+        keep: the cell, for a `train` that saves no state: a killed cell continues at the rate that it was at.
 
     Returns:
         Metrics ``accuracy``, the mean over the rates, and ``accuracy/lr=R`` at each; ``best accuracy``, at the rate
@@ -252,10 +257,13 @@ def over_rates(
         `train` with names that end on ``/lr=R``. Details ``rates``, and the names of those that ``diverged``.
     """
     rates = [lowest * 10 ** (place / 2) for place in range(count)]
-    done: dict[str, Trained] = {}
+    done: dict[str, Trained] = (load_state(keep) or {}) if keep else {}
     for place, rate in enumerate(rates):
         name = f"lr={rate:.2g}"
-        done[name] = train(rate, name, part(progress, place, count))
+        if name not in done:
+            done[name] = train(rate, name, part(progress, place, count))
+            if keep:
+                save_state(keep, done)
     scores = {name: one.accuracy for name, one in done.items()}
     return Result(
         {

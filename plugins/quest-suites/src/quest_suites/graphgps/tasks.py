@@ -199,25 +199,19 @@ def run_rates(cell: Cell, progress: Progress) -> Result:
     Raises:
         ConfigError, PluginError: as `run_graph`.
     """
-    done: dict[str, Trained] = load_state(cell) or {}
 
     def train(rate: float, name: str, progress: Progress) -> Trained:
-        if name not in done:
-            folder = cell.workdir / name
-            folder.mkdir(exist_ok=True)
-            options = {**cell.options, "lr": rate}
-            one = run_graph(replace(cell, workdir=folder, options=options), progress, watch=WATCHED)
-            if all(map(math.isfinite, one.series["train_loss"])):
-                done[name] = Trained(one.metrics["accuracy"], one.metrics["validation"], one.series)
-            else:
-                guess = 100 / one.details["classes"]
-                done[name] = Trained(guess, guess, one.series, diverged=True)
-            save_state(cell, done)
-            shutil.rmtree(folder)
-        return done[name]
+        folder = cell.workdir / name
+        folder.mkdir(exist_ok=True)
+        one = run_graph(replace(cell, workdir=folder, options={**cell.options, "lr": rate}), progress, watch=WATCHED)
+        shutil.rmtree(folder)
+        if all(map(math.isfinite, one.series["train_loss"])):
+            return Trained(one.metrics["accuracy"], one.metrics["validation"], one.series)
+        guess = 100 / one.details["classes"]
+        return Trained(guess, guess, one.series, diverged=True)
 
     rates = min(cell.options["rates"], 2) if cell.smoke else cell.options["rates"]
-    return over_rates(cell.options["lowest"], rates, train, progress)
+    return over_rates(cell.options["lowest"], rates, train, progress, keep=cell)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 import quest_transformers  # noqa: F401  # makes transformers accept the attention
 from quest_core.errors import ConfigError, PluginError
 from quest_core.hosts.inject import REPORT
-from quest_suites.contract import Cell, Progress, Result, Trained, load_state, over_rates, save_state
+from quest_suites.contract import Cell, Progress, Result, Trained, over_rates
 
 Sentences = list[tuple[list[str], str]]
 """Words in lower case, and the class."""
@@ -180,21 +180,15 @@ def run(cell: Cell, progress: Progress) -> Result:
         options |= {"epochs": 1, "rates": 2, "width": 16, "layers": 1}
         rows = [part[:SMOKE_SENTENCES] for part in rows]
     train, validation, test = rows
-    state = load_state(cell) or {"done": {}, "details": {}}  # of a cell that was stopped
-    done: dict[str, Trained] = state["done"]
-    details: dict[str, Any] = state["details"]
-    details.update(vocabulary=words, sentences=[len(train), len(validation), len(test)])
+    config = bert(options, words, max(len(row["input_ids"]) for part in rows for row in part), classes)
+
+    def make() -> Any:
+        torch.manual_seed(cell.seed)
+        return hf.AutoModelForSequenceClassification.from_config(config, attn_implementation=cell.attention)
 
     def once(rate: float, name: str, progress: Progress) -> Trained:
-        if name in done:
-            return done[name]
         folder = cell.workdir / name
         shutil.rmtree(folder, ignore_errors=True)
-        torch.manual_seed(cell.seed)
-        longest = max(len(row["input_ids"]) for part in rows for row in part)
-        config = bert(options, words, longest, classes)
-        model = hf.AutoModelForSequenceClassification.from_config(config, attn_implementation=cell.attention)
-        details.update(injected=str(getattr(model, REPORT)), parameters=sum(p.numel() for p in model.parameters()))
 
         class Report(hf.TrainerCallback):
             def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
@@ -202,7 +196,7 @@ def run(cell: Cell, progress: Progress) -> Result:
                 progress(state.epoch / args.num_train_epochs, text)
 
         trainer = hf.Trainer(
-            model,
+            make(),
             arguments(folder, options, rate, cell.seed, len(train)),
             data_collator=collate,
             train_dataset=train,
@@ -216,13 +210,14 @@ def run(cell: Cell, progress: Progress) -> Result:
         series = {name: [one[key] for one in log if key in one] for name, key in keys.items()}
         if all(map(math.isfinite, series["train_loss"])):
             accuracy = trainer.predict(test).metrics["test_accuracy"]
-            done[name] = Trained(accuracy, max(series["validation"]), series)
+            found = Trained(accuracy, max(series["validation"]), series)
         else:
-            done[name] = Trained(100 / classes, 100 / classes, series, diverged=True)
-        save_state(cell, state)
+            found = Trained(100 / classes, 100 / classes, series, diverged=True)
         shutil.rmtree(folder)
-        return done[name]
+        return found
 
-    result = over_rates(options["lowest"], options["rates"], once, progress)
-    result.details.update(details)
+    result = over_rates(options["lowest"], options["rates"], once, progress, keep=cell)
+    result.details |= {"vocabulary": words, "sentences": [len(train), len(validation), len(test)]}
+    model = make()
+    result.details |= {"injected": str(getattr(model, REPORT)), "parameters": model.num_parameters()}
     return result
