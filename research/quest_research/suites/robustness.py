@@ -23,8 +23,6 @@ same for all attentions and seeds.
 from __future__ import annotations
 
 import math
-import random
-import zlib
 from collections.abc import Callable
 
 import numpy as np
@@ -33,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quest_core.errors import ConfigError, PluginError
+from quest_suites import corruptions
 from quest_suites.contract import Cell, Progress, Result, part
 
 from .images import Images, Split, accuracy, build, classify, load
@@ -155,26 +154,15 @@ def corrupt(images: Tensor, name: str, severity: int) -> Tensor:
         name: one of `CORRUPTIONS`.
         severity: 1 to 5.
     """
-    from imagecorruptions import corrupt as corrupted
-
     channels, size = images.shape[1:3]
     margin = max(0, SMALLEST - size)
     low, high = margin // 2, margin - margin // 2
     pixels = F.pad(images.cpu(), (low, high, low, high), mode="replicate") * 255
     pixels = pixels.round().byte().expand(-1, 3, -1, -1).permute(0, 2, 3, 1)  # [n, S, S, 3]
-    before = np.random.get_state(), random.getstate()
-    made = []
-    try:
-        for place, image in enumerate(pixels.numpy()):
-            seed = zlib.crc32(f"{name}/{severity}/{place}".encode())
-            # The library draws from the global generators; two corruptions have generators of their own.
-            own = {"seed": seed} if name in ("glass_blur", "impulse_noise") else {}
-            np.random.seed(seed)
-            random.seed(seed)
-            made.append(corrupted(np.ascontiguousarray(image), severity=severity, corruption_name=name, **own))
-    finally:
-        np.random.set_state(before[0])
-        random.setstate(before[1])
+    made = [
+        corruptions.corrupt(image, name, severity, f"{name}/{severity}/{place}")
+        for place, image in enumerate(pixels.numpy())
+    ]
     result = torch.from_numpy(np.stack(made)).permute(0, 3, 1, 2).float() / 255  # [n, 3, S, S]
     result = result.mean(1, keepdim=True) if channels == 1 else result
     return result[:, :, low : low + size, low : low + size].contiguous().to(images.device)

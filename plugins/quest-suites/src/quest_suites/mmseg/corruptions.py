@@ -8,8 +8,6 @@ the mean over its severities.
 from __future__ import annotations
 
 import copy
-import random
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from mmcv.transforms import BaseTransform
 from mmseg.registry import TRANSFORMS
 
 from quest_core.errors import ConfigError, PluginError, one_of
+from quest_suites.corruptions import corrupt
 
 CORRUPTIONS = (
     "motion_blur", "defocus_blur", "glass_blur", "gaussian_blur", "gaussian_noise", "impulse_noise", "shot_noise",
@@ -61,8 +60,6 @@ class Corrupt(BaseTransform):
 
     def transform(self, results: dict[str, Any]) -> dict[str, Any]:
         """Replace ``results['img']`` [height, width, 3], BGR and uint8."""
-        from imagecorruptions import corrupt
-
         image = results["img"]
         if image.dtype != np.uint8 or image.ndim != 3 or min(image.shape[:2]) < 32:
             raise ConfigError(
@@ -70,20 +67,8 @@ class Corrupt(BaseTransform):
                 "at least 32x32, so put it right after LoadImageFromFile"
             )
         key = f"{self.seed}/{Path(results['img_path']).name}/{self.name}/{self.severity}"
-        seed = zlib.crc32(key.encode())
-        # The library draws from the global generators; two corruptions have generators of their own.
-        own = {"seed": seed} if self.name in ("glass_blur", "impulse_noise") else {}
-        before = np.random.get_state(), random.getstate()
-        np.random.seed(seed)
-        random.seed(seed)
-        try:
-            corrupted = corrupt(
-                np.ascontiguousarray(image[..., ::-1]), severity=self.severity, corruption_name=self.name, **own
-            )
-        finally:
-            np.random.set_state(before[0])
-            random.setstate(before[1])
-        results["img"] = np.ascontiguousarray(corrupted[..., ::-1])
+        made = corrupt(image[..., ::-1], self.name, self.severity, key)
+        results["img"] = np.ascontiguousarray(made[..., ::-1])
         return results
 
     def __repr__(self) -> str:
