@@ -32,8 +32,8 @@ import quest_core
 from quest_core.errors import ConfigError
 from quest_suites.contract import Cell, Progress, Result
 
-from .images import VisionTransformer, accuracy, read
-from .training import DivergedError, fit
+from .images import VisionTransformer, accuracy, classify, read
+from .training import DivergedError
 
 SHOWN = 4
 """Test images in the pictures of a report."""
@@ -80,16 +80,15 @@ def run(cell: Cell, progress: Progress) -> Result:
     shape = {name: options[name] for name in ("size", "patch", "width", "layers", "heads")}
     model = VisionTransformer(cell.attention, **shape)
     try:
-        found = fit(
+        found = classify(
             cell,
             "training",
             model,
-            lambda chosen: F.cross_entropy(model(canvases[chosen]), labels[chosen]),
-            count,
+            (canvases[:count], labels[:count]),
+            {"validation": (canvases[count:], labels[count:])},
             options,
-            measure=lambda: {"validation": accuracy(model, canvases[count:], labels[count:])},
+            rate=options["rate"],
             progress=progress,
-            select="validation",
         )
     except DivergedError as error:
         progress(1.0, str(error))

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quest_core
@@ -27,11 +26,11 @@ from quest_core.checkpoints import set_attention_from
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError
 from quest_core.registry import find
-from quest_suites.contract import Cell, Progress, Result
+from quest_suites.contract import Cell, Progress, Result, part
 from quest_suites.timing import beside_stock
 
-from .images import VisionTransformer, accuracy, read
-from .training import Curves, DivergedError, fit
+from .images import VisionTransformer, accuracy, classify, read
+from .training import Curves, DivergedError
 
 SPLIT = 5
 """Classes below this one are pretrained and up-trained, the others fine-tuned."""
@@ -104,18 +103,16 @@ def _phases(
     def train(name: str, phase: str, model: VisionTransformer, data: Half, count: int) -> Curves:
         nonlocal done
         before, done = done, done + 1
-        return fit(
+        return classify(
             cell,
             name,
             model,
-            lambda picked: F.cross_entropy(model(data.x[picked]), data.y[picked]),
-            count,
-            {**options, "epochs": options[phase], "rate": options[f"{phase}_rate"]},
-            measure=lambda: {
-                "validation": accuracy(model, *data.validation),
-                "non-uniform groups": non_uniform(model, data.validation[0][:PROBE]),
-            },
-            progress=lambda share, text: progress((before + share) / planned, text),
+            (data.x[:count], data.y[:count]),
+            {"validation": data.validation},
+            {**options, "epochs": options[phase]},
+            rate=options[f"{phase}_rate"],
+            progress=part(progress, before, planned),
+            watch=lambda model: {"non-uniform groups": non_uniform(model, data.validation[0][:PROBE])},
         ).series
 
     base = regrouped(config, "mha")

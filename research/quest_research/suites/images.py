@@ -165,8 +165,8 @@ def classify(
     options: Mapping[str, Any],
     *,
     rate: float,
-    draw: torch.Generator,
     progress: Progress,
+    draw: torch.Generator | None = None,
     precision: str = "float32",
     clip: float = math.inf,
     change: Callable[[Tensor, Tensor], Split] | None = None,
@@ -182,7 +182,7 @@ def classify(
         splits: their accuracies are measured after each epoch; "validation" is one of them and chooses the epoch.
         options: epochs, batch, warmup (steps) and weight_decay.
         rate: the highest learning rate.
-        draw: gives the order of the samples.
+        draw: gives the order of the samples; see `fit`.
         precision: a key of `PRECISIONS`, for autocast while training; float16 also scales the loss.
         clip: the largest norm of the gradients.
         change: augments inputs and labels of a mini-batch; its labels may be probabilities [B, classes].
