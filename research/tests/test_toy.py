@@ -19,7 +19,7 @@ from quest_suites.contract import Cell
 ATTENTIONS = ("standard", "quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm", "qknorm-hs(init=1)")
 BLOCKS = ("prenorm", "printed")
 MODEL = {"seq_len": 14, "embed_std": 0.3}
-DEFAULTS = {option["name"]: option["default"] for option in suites.OPTIONS}
+DEFAULTS = {option["name"]: option["default"] for option in suites.TOY_OPTIONS}
 
 
 def make_models(attention, seeds, block):
@@ -225,7 +225,7 @@ def test_a_cell_learns_the_shortcut():
 def test_options_need_only_the_standard_library():
     code = f"import runpy, sys; runpy.run_path({suites.__file__!r}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-    assert all({"name", "kind", "default", "doc"} <= option.keys() for option in suites.OPTIONS)
+    assert all({"name", "kind", "default", "doc"} <= option.keys() for option in suites.TOY_OPTIONS)
 
 
 def test_a_stopped_cell_continues_at_its_last_epoch(tmp_path):

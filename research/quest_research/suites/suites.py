@@ -32,12 +32,12 @@ SHARED = {
 """Options that several suites have, by name."""
 
 
-def _options(**defaults: float) -> list[dict[str, Any]]:
+def _options(**defaults: Any) -> list[dict[str, Any]]:
     """Return shared options with these defaults."""
     return [{**SHARED[name], "default": default} for name, default in defaults.items()]
 
 
-def _images(**defaults: float) -> list[dict[str, Any]]:
+def _images(**defaults: Any) -> list[dict[str, Any]]:
     """Return the options of a Vision Transformer and its training, with other defaults than those of `SHARED`."""
     names = ("train", "validation", "epochs", "batch", "patch", "width", "layers", "heads", "warmup", "weight_decay")
     return _options(**{name: defaults.get(name, SHARED[name]["default"]) for name in names})
