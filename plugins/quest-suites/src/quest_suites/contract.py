@@ -249,7 +249,7 @@ def over_rates(
         count: rates.
         train: called with each rate, its name "lr=R" and the progress of its share.
         progress: of the cell.
-        keep: the cell, for a `train` that saves no state: a killed cell continues at the rate that it was at.
+        keep: the cell, if `train` saves no state of its own: a killed cell continues at the rate that it was at.
 
     Returns:
         Metrics ``accuracy``, the mean over the rates, and ``accuracy/lr=R`` at each; ``best accuracy``, at the rate
