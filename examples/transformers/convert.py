@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import quest_core
-import quest_transformers
+import quest_transformers  # noqa: F401  registers the name
 
 LENGTH, BATCH, PIECE = 64, 16, 2048
 
@@ -95,7 +95,7 @@ def run(seed: int, options: argparse.Namespace, data: Tensor, held_out: Tensor) 
     calibration = [batch(data, generator) for _ in range(8)]
 
     plain, _ = quest_core.inject(copy.deepcopy(stock), options.attention)
-    converted, report = quest_transformers.convert(copy.deepcopy(stock), options.attention, calibration)
+    converted, report = quest_core.calibrate(copy.deepcopy(stock), calibration, options.attention)
     print(f"seed {seed}: {report}", flush=True)
     found = {}
     for name, model in (("standard", stock), ("injected, not calibrated", plain), ("converted", converted)):

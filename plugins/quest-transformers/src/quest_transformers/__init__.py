@@ -7,6 +7,5 @@
 from __future__ import annotations
 
 from .adapter import TransformersAdapter as TransformersAdapter
-from .conversion import convert as convert
 
 TransformersAdapter().install()

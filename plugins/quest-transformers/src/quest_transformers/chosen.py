@@ -27,7 +27,6 @@ class Chosen(Adapter):
     """Some of the sites of an adapter with an attention each, which overrides that of inject.
 
     Args:
-        adapter: whose sites these are.
         chosen: the attention of each path; other sites are left out.
         left_alone: classes of attention modules that keep the host's own on purpose.
         scales: whether the modules that it replaces have just been initialized, so that their options set the norms of
@@ -85,22 +84,17 @@ def fulfil(
     example: Any = None,
     **options: Any,
 ) -> bool:
-    """Put into a model what its configs ask for; return whether a module was replaced.
+    """Put into a model what its configs ask for; return whether a module was replaced. Raises as quest_core.inject.
 
     Args:
-        adapter: of this plugin.
         model: a PreTrainedModel; parts of it may have been built, and replaced, before.
-        fresh: the weights have only been initialized.
         loads: they will be overwritten by those of a checkpoint, so none is scaled.
         choice: what to put instead of what the configs ask for.
         parts: the same for the attention modules with these paths.
         runs: run the model on inputs of the plugin's own if adapters do not know all of its attention. Without it, only
             what adapters know is replaced.
-        example: inputs of the caller's for that run; see quest_core.inject.
+        example: inputs of the caller's for that run.
         options: `attention_from` and `allow_partial` of quest_core.inject.
-
-    Raises:
-        As quest_core.inject.
     """
     asked = choice or asked_by(model.config)
     if asked is None and not parts and not any(_asks(part) for part in model.modules()):

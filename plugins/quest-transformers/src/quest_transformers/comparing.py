@@ -25,16 +25,11 @@ from .layers import has_mechanism
 
 
 def fits(model: Any, stored: Mapping[str, Tensor], attention_from: AttentionConfig | None, load: object) -> bool:
-    """Return whether a checkpoint was trained with the attention that the model shall have.
+    """Return whether a checkpoint was trained with the attention that the model shall have; as `compare`.
 
     Args:
         model: with the host's own modules.
         stored: the entries of a checkpoint that name its attention.
-        attention_from: the checkpoint's attention, if the user has named it.
-        load: see quest_core.checkpoints.compare.
-
-    Raises:
-        CheckpointError: the checkpoint has another attention, which `attention_from` does not name.
     """
     choices = [(part, asked_for(model, part)) for part in model.modules() if is_attention(part)]
     wanted = {choice.of(role(part)) for part, choice in choices if choice is not None}
@@ -72,8 +67,6 @@ def load_mechanisms(model: nn.Module, stored: Mapping[str, Tensor], missing: Set
     """Load the tensors that `take_unexpected` returned into the mechanisms that modules have now.
 
     Args:
-        model: with its weights, and with mechanisms in all modules that shall have one.
-        stored: what `take_unexpected` returned.
         missing: keys that the checkpoint lacks, of the model as it was compared.
         known: paths of the mechanisms that it had then.
 
@@ -117,15 +110,11 @@ def entries(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def verify(model: Any, info: Any, stored: Mapping[str, Tensor]) -> list[Mechanism]:
-    """Compare what was loaded with what the model has.
+    """Compare what was loaded with what the model has; return the mechanisms of layers that the checkpoint lacks whole.
 
     Args:
-        model: with its weights.
         info: the keys that were missing or unexpected.
         stored: the entries of the checkpoint that name its attention.
-
-    Returns:
-        The mechanisms of layers that the checkpoint lacks as a whole, which keep their initialization.
 
     Raises:
         CheckpointError: some module has another attention than the checkpoint, or lacks parameters of it.

@@ -126,11 +126,7 @@ def asked_for(model: Any, module: Any) -> Choice | None:
 def write_configs(model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
     """Make every config of a model say the attention that its modules will have.
 
-    A config may belong to another model too, so a copy takes its place where it has to change.
-
-    Args:
-        model: it is not changed.
-        drafts: as in `Adapter.connect`.
+    A config may belong to another model too, so a copy takes its place where it has to change. See `Adapter.connect`.
     """
     from transformers.configuration_utils import PreTrainedConfig
     from transformers.modeling_utils import PreTrainedModel

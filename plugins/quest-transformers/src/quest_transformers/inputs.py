@@ -17,16 +17,11 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 
 def inputs(part: Any, config: Any, number: int, random: torch.Generator) -> dict[str, Any]:
-    """Return arguments for the forward of a model, or of a module within one.
+    """Return arguments for the forward of a module of a model; ValueError if a required one is unknown.
 
     Args:
-        part: the module.
-        config: that of the model.
         number: which set, below `TRIES`.
         random: draws the values.
-
-    Raises:
-        ValueError: a required argument is not known.
     """
     make = Maker(part, config, number // 2, random)
     parameters = inspect.signature(part.forward).parameters
@@ -51,12 +46,7 @@ OPTIONAL = frozenset(
 
 
 class Maker:
-    """Makes an argument by its name: two samples each.
-
-    Args:
-        part, config, random: as in `inputs`.
-        form: which of the shapes that arguments of this name have: 0, 1 or 2.
-    """
+    """Makes an argument by its name, two samples each; `form` is one of the shapes that it may have: 0, 1 or 2."""
 
     def __init__(self, part: nn.Module, config: Any, form: int, random: torch.Generator) -> None:
         self.part, self.config, self.form, self.random = part, config, form, random

@@ -59,17 +59,10 @@ def unknown_keywords(module: nn.Module) -> list[str]:
 
 
 def replace(host: Any, config: AttentionConfig, *, fresh: bool) -> nn.Module:
-    """Return the draft of an attention module with the same parameters and a mechanism; `host` is not changed.
+    """Return the draft of an attention module with the same parameters and a mechanism; see `HostAttention.adopt`.
 
     Args:
-        host: an attention module of transformers, or what this function made of one.
-        config: the mechanism.
-        fresh: the weights have only been initialized; see quest_core.Site.
-
-    Raises:
-        ConfigError: kv_heads does not divide the heads.
-        InputError: keys and values were reduced already.
-        UnsupportedError: a projection cannot be changed, because it is quantized or has an adapter.
+        host: an attention module of transformers, or what this function made of one; it is not changed.
     """
     anatomy = examine(host)
     made = draft(host)
@@ -119,8 +112,6 @@ class Rules:
         scaling: the factor on q·k that the mechanism was built for.
         prepares: the host's own function is called, with prepared queries and keys.
         untouched: and nothing has to be prepared.
-        family: it never forms weights, so masks are of keys only, and do not make it causal.
-        counts_queries: padding must not take part as a query either.
         unit_keys: a cache may hold its keys after their normalization; see quest_transformers.caching.
         cross: the keys are those of another sequence.
         last_values: the last values must be those of the queries.
@@ -129,8 +120,6 @@ class Rules:
     scaling: float
     prepares: bool
     untouched: bool
-    family: bool
-    counts_queries: bool
     unit_keys: bool
     cross: bool
     last_values: bool
@@ -143,8 +132,6 @@ class Rules:
             anatomy.scaling,
             prepared,
             prepared and _is_host(mechanism.score, anatomy),
-            mechanism.family is not None,
-            "queries" in mechanism.reads,
             mechanism.takes_unit_keys,
             anatomy.role == "cross",
             any(part.axis == "output" and "unseen" in part.reads for part in mechanism.config.components),
@@ -186,20 +173,14 @@ def attend(
     place (`attend_instead`), and so does a softmax whose weights are wanted and which the host's sdpa does not return.
 
     Args:
-        name: of the host's function.
-        function: it.
-        module: the attention module.
+        name, function: of the host.
         query: [B, H, N, D].
-        key: [B, G, M, D], with the tokens of the cache.
-        value: [B, G, M, Dv].
+        key: [B, G, M, D] and value: [B, G, M, Dv], with the tokens of the cache.
         attention_mask: as the host has made it for its own function.
         arguments, options: of the host's function, and the `Step` of quest_transformers.caching.
 
     Returns:
         The output [B, N, H, Dv], and the weights [B, H, N, M] or None.
-
-    Raises:
-        UnsupportedError, InputError: as `attend_instead`.
     """
     rules: Rules | None = module.__dict__.get("rules") if isinstance(module, nn.Module) else None
     if rules is None:
@@ -250,14 +231,9 @@ def _hidden(name: str, key: Tensor, mask: Any, options: Any) -> list[str]:
 def _show(
     module: Any, name: str, query: Tensor, key: Tensor, scale: float, mask: Any, own: list[str], options: Any
 ) -> None:
-    """Show a Monitor a call that `attend_instead` cannot take over, because of caps, sinks or masks of the host.
+    """Show a Monitor a call that `attend_instead` cannot take over, because of the arguments `own` of the host.
 
-    Args:
-        module, name, query, key: as in `attend`, prepared.
-        scale: the factor on q·k.
-        mask: of the host.
-        own: what `_hidden` returned.
-        options: all of them.
+    Queries and keys are prepared; the rest is as in `attend`.
     """
     known = mask is None or getattr(mask, "ndim", 0) == 4
     if name != "eager" or not _SEEN.issuperset(own) or options.get("position_bias") is not None or not known:
@@ -321,21 +297,13 @@ def attend_instead(
     unit_keys: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the attention of a module with its mechanism, in place of the host's function.
+    """Compute the attention of a module with its mechanism, in place of the host's function; as `attend`, and:
 
     Args:
-        module, query, key, value: as in `attend`.
         attention_mask: None, boolean (True = may attend) or additive, broadcastable to [B, H, N, M].
-        dropout: on the weights.
-        scaling: the host's factor on q·k.
         is_causal: without a mask, whether the first query sees only the first key; module.is_causal by default.
         position_bias: added to the logits, broadcastable to [B, H, N, M].
         wanted: return the weights too.
-        unit_keys: the keys are unit vectors.
-        options: what transformers' sdpa ignores is ignored.
-
-    Returns:
-        The output [B, N, H, Dv], and the weights [B, H, N, M] or None.
 
     Raises:
         UnsupportedError: an option that the mechanism cannot honour.
@@ -366,9 +334,9 @@ def attend_instead(
     if implied and m > n:  # a static cache holds room for tokens to come
         key, value, m = key[:, :, :n], value[:, :, :n], n
         position_bias = None if position_bias is None else position_bias[..., :n]
-    if causal and rules.family:
+    if causal and mechanism.family is not None:
         implied = _order(module, mechanism, attention_mask, n, m)
-    if rules.counts_queries and attention_mask is not None and n == m:
+    if "queries" in mechanism.reads and attention_mask is not None and n == m:
         attention_mask = _hide_queries(attention_mask)
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         attention_mask = hide_lowest(attention_mask)
@@ -408,13 +376,7 @@ def _described(mask: Any) -> str:
 
 
 def _order(module: Any, mechanism: Mechanism, mask: Tensor | None, n: int, m: int) -> bool:
-    """Whether to say is_causal to a family.
-
-    With more keys than queries, only a mask says which keys are of the past; without one, all are.
-
-    Raises:
-        UnsupportedError: a mask, and more keys than queries.
-    """
+    """Return True, to say is_causal to a family; UnsupportedError where only a mask says which keys are of the past."""
     if mask is None or n == m:
         return True
     raise UnsupportedError(

@@ -81,14 +81,17 @@ def install(adapter: Adapter, patches: Patches) -> None:
     for layer in LAYERS:
         patches.wrap(layer, "update", keep_unit_keys)
     configs.install(patches)
-    patches.wrap(PreTrainedModel, "get_correct_attn_implementation", _accept_names)
-    patches.wrap(PreTrainedModel, "set_attn_implementation", functools.partial(_inject_instead, adapter))
-    patches.wrap(PreTrainedModel, "post_init", functools.partial(_inject_new, adapter))
-    patches.wrap(PreTrainedModel, "load_state_dict", _refuse_unexpected)
-    patches.wrap(PreTrainedModel, "_from_config", _copy_config)
-    patches.wrap(PreTrainedModel, "from_pretrained", _remember_loading)
-    patches.wrap(PreTrainedModel, "_load_pretrained_model", functools.partial(_compare, adapter))
-    patches.wrap(PreTrainedModel, "_finalize_model_loading", functools.partial(_inject_loaded, adapter))
+    for name, change in (
+        ("get_correct_attn_implementation", _accept_names),
+        ("set_attn_implementation", functools.partial(_inject_instead, adapter)),
+        ("post_init", functools.partial(_inject_new, adapter)),
+        ("load_state_dict", _refuse_unexpected),
+        ("_from_config", _copy_config),
+        ("from_pretrained", _remember_loading),
+        ("_load_pretrained_model", functools.partial(_compare, adapter)),
+        ("_finalize_model_loading", functools.partial(_inject_loaded, adapter)),
+    ):
+        patches.around(PreTrainedModel, name, change)
     batching = "transformers.generation.continuous_batching.continuous_api:ContinuousMixin"
     patches.around(batching, "init_continuous_batching", _refuse_pages)
 
@@ -96,51 +99,40 @@ def install(adapter: Adapter, patches: Patches) -> None:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-def _accept_names(stock: Any) -> Any:
-    """Wrap the check of a name, which runs before a model's modules are built."""
+def _accept_names(stock: Any, model: Any, requested_attention: str | None, *arguments: Any, **options: Any) -> str:
+    """Check a name, which happens before a model's modules are built."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    @functools.wraps(stock)
-    def get_correct_attn_implementation(
-        self: Any, requested_attention: str | None, *arguments: Any, **options: Any
-    ) -> str:
-        asked = asked_by(self.config)
-        if requested_attention in (None, *NAMES) and asked is not None:
-            name = interface_of(self, asked)
-            return name if name in NAMES else stock(self, None, *arguments, **options)
-        if requested_attention in NAMES:
-            raise ConfigError(
-                f"{type(self).__name__}: attn_implementation={requested_attention!r} is the name of a function; say "
-                "which attention, for example attn_implementation='quest'"
-            )
+    asked = asked_by(model.config)
+    if requested_attention in (None, *NAMES) and asked is not None:
+        name = interface_of(model, asked)
+        return name if name in NAMES else stock(model, None, *arguments, **options)
+    if requested_attention in NAMES:
+        raise ConfigError(
+            f"{type(model).__name__}: attn_implementation={requested_attention!r} is the name of a function; say "
+            "which attention, for example attn_implementation='quest'"
+        )
+    try:
+        return stock(model, requested_attention, *arguments, **options)  # type: ignore[no-any-return]
+    except ValueError as error:
+        own = requested_attention in ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys())
+        if own or str(requested_attention).startswith(("flash_attention_", "paged|")):
+            raise  # a function of transformers, which this model does not support
         try:
-            return stock(self, requested_attention, *arguments, **options)  # type: ignore[no-any-return]
-        except ValueError as error:
-            own = requested_attention in ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys())
-            if own or str(requested_attention).startswith(("flash_attention_", "paged|")):
-                raise  # a function of transformers, which this model does not support
-            try:
-                Choice.parse(requested_attention or STANDARD)
-            except ConfigError as ours:
-                raise ConfigError(f"{ours}. It names no function of transformers either: {error}") from None
-            raise
-
-    return get_correct_attn_implementation
+            Choice.parse(requested_attention or STANDARD)
+        except ConfigError as ours:
+            raise ConfigError(f"{ours}. It names no function of transformers either: {error}") from None
+        raise
 
 
-def _inject_new(adapter: Adapter, stock: Any) -> Any:
-    """Wrap the last step of a model's constructor."""
-
-    @functools.wraps(stock)
-    def post_init(self: Any) -> None:
-        stock(self)
-        # from_pretrained replaces modules once it knows what the checkpoint was trained with.
-        if _loading.get() is not None or _is_built_around(self):
-            return
-        if fulfil(adapter, self, fresh=True, allow_partial=_partly.get()):
-            getattr(self, REPORT).announce()
-
-    return post_init
+def _inject_new(adapter: Adapter, stock: Any, model: Any) -> None:
+    """Run the last step of a model's constructor, and inject."""
+    stock(model)
+    # from_pretrained replaces modules once it knows what the checkpoint was trained with.
+    if _loading.get() is not None or _is_built_around(model):
+        return
+    if fulfil(adapter, model, fresh=True, allow_partial=_partly.get()):
+        getattr(model, REPORT).announce()
 
 
 def _is_built_around(model: Any) -> bool:
@@ -179,44 +171,40 @@ def _refuse_nothing(model: Any) -> None:
             )
 
 
-def _copy_config(stock: Any) -> Any:
-    """Wrap from_config, which writes its option into the config: models that were built from it before keep theirs."""
-
-    @functools.wraps(stock)
-    def _from_config(cls: Any, config: Any, *, allow_partial: bool = False, **options: Any) -> Any:
-        check_flag("allow_partial", allow_partial)
-        token = _partly.set(allow_partial or _partly.get())
-        try:
-            made = stock(cls, copy.deepcopy(config) if KEY in options else config, **options)
-        finally:
-            _partly.reset(token)
-        if _loading.get() is None and not _is_built_around(made):  # else a part of a model
-            _refuse_nothing(made)
-        return made
-
-    return _from_config
+def _copy_config(stock: Any, cls: Any, /, config: Any, *, allow_partial: bool = False, **options: Any) -> Any:
+    """Run from_config, which writes its option into the config: models that were built from it before keep theirs."""
+    check_flag("allow_partial", allow_partial)
+    token = _partly.set(allow_partial or _partly.get())
+    try:
+        made = stock(cls, copy.deepcopy(config) if KEY in options else config, **options)
+    finally:
+        _partly.reset(token)
+    if _loading.get() is None and not _is_built_around(made):  # else a part of a model
+        _refuse_nothing(made)
+    return made
 
 
-def _inject_instead(adapter: Adapter, stock: Any) -> Any:
-    """Wrap the method that changes the attention function of a model."""
-
-    @functools.wraps(stock)
-    def set_attn_implementation(
-        self: Any, attn_implementation: Any, *arguments: Any, allow_partial: bool = False, **options: Any
-    ) -> None:
-        given = as_text(self.config, attn_implementation)
-        choice, parts = parse(given), dict[str, Choice]()
-        if isinstance(given, Mapping):
-            parts, given = _chosen_parts(self, given)
-        elif choice is None and self.config._attn_implementation in NAMES:
-            raise _kept(self.config, given)
-        if choice is not None or parts:
-            fulfil(adapter, self, fresh=False, choice=choice, parts=parts, allow_partial=allow_partial)
-            getattr(self, REPORT).announce()
-        if choice is None and given != {}:
-            stock(self, given, *arguments, **options)
-
-    return set_attn_implementation
+def _inject_instead(
+    adapter: Adapter,
+    stock: Any,
+    model: Any,
+    attn_implementation: Any,
+    *arguments: Any,
+    allow_partial: bool = False,
+    **options: Any,
+) -> None:
+    """Change the attention function of a model, or inject."""
+    given = as_text(model.config, attn_implementation)
+    choice, parts = parse(given), dict[str, Choice]()
+    if isinstance(given, Mapping):
+        parts, given = _chosen_parts(model, given)
+    elif choice is None and model.config._attn_implementation in NAMES:
+        raise _kept(model.config, given)
+    if choice is not None or parts:
+        fulfil(adapter, model, fresh=False, choice=choice, parts=parts, allow_partial=allow_partial)
+        getattr(model, REPORT).announce()
+    if choice is None and given != {}:
+        stock(model, given, *arguments, **options)
 
 
 def _chosen_parts(model: Any, given: Mapping[str, Any]) -> tuple[dict[str, Choice], dict[str, Any]]:
@@ -283,103 +271,87 @@ def _refuse_pages(stock: Any, model: Any, *arguments: Any, **options: Any) -> An
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def _remember_loading(stock: Any) -> Any:
-    """Wrap from_pretrained: its options `attention_from`, `allow_partial` and `example` are ours."""
-
-    @functools.wraps(stock)
-    def from_pretrained(
-        cls: Any,
-        *arguments: Any,
-        attention_from: AttentionSpec | None = None,
-        allow_partial: bool = False,
-        example: Any = None,
-        **options: Any,
-    ) -> Any:
-        check_flag("allow_partial", allow_partial)
-        trained = None if attention_from is None else AttentionConfig.parse(attention_from)
-        token = _loading.set(Loading(trained, allow_partial, example))
-        try:
-            made = stock(cls, *arguments, **options)
-        finally:
-            _loading.reset(token)
-        _refuse_nothing(made[0] if isinstance(made, tuple) else made)
-        return made
-
-    return from_pretrained
+def _remember_loading(
+    stock: Any,
+    cls: Any,
+    /,
+    *arguments: Any,
+    attention_from: AttentionSpec | None = None,
+    allow_partial: bool = False,
+    example: Any = None,
+    **options: Any,
+) -> Any:
+    """Run from_pretrained, whose options `attention_from`, `allow_partial` and `example` are ours."""
+    check_flag("allow_partial", allow_partial)
+    trained = None if attention_from is None else AttentionConfig.parse(attention_from)
+    token = _loading.set(Loading(trained, allow_partial, example))
+    try:
+        made = stock(cls, *arguments, **options)
+    finally:
+        _loading.reset(token)
+    _refuse_nothing(made[0] if isinstance(made, tuple) else made)
+    return made
 
 
-def _compare(adapter: Adapter, stock: Any) -> Any:
-    """Wrap the loading of weights, which happens once the modules are built and before they are initialized.
+def _compare(
+    adapter: Adapter, stock: Any, model: Any, state_dict: Any, checkpoint_files: Any, *arguments: Any, **options: Any
+) -> Any:
+    """Load weights, which happens once the modules are built and before they are initialized.
 
     Weights of the attention that the model shall have load into modules with mechanisms. Others load into the host's
     own modules, which are replaced afterwards (`_inject_loaded`): so heads are pooled, and what a mechanism learns is
     initialized.
     """
-
-    @functools.wraps(stock)
-    def _load_pretrained_model(
-        model: Any, state_dict: Any, checkpoint_files: Any, *arguments: Any, **options: Any
-    ) -> Any:
-        if getattr(model, "_hf_peft_config_loaded", False):  # an adapter on a model with weights
-            return stock(model, state_dict, checkpoint_files, *arguments, **options)
-        loading = _loading.get() or Loading(None, False)
-        stored = entries_in(state_dict, checkpoint_files)
-        if loading.attention_from and not stored and not any(map(attention_of, parts_of(model.config))):
-            raise ConfigError(
-                f"attention_from='{loading.attention_from}' is given, and neither {KEY} nor the checkpoint names an "
-                f"attention; add {KEY}='quest', or leave attention_from out"
-            )
-        loading.pending = not fits(model, stored, loading.attention_from, loading)
-        if not loading.pending:
-            fulfil(adapter, model, fresh=True, loads=True, runs=False, **loading.options)
-        info, *others = stock(model, state_dict, checkpoint_files, *arguments, **options)
-        if loading.pending:
-            paths = [f"{site.path}.mechanism." for site in adapter.sites(model)]
-            info.unexpected_keys = {key for key in info.unexpected_keys if not any(path in key for path in paths)}
-        else:
-            if asked_by(model.config) is not None:
-                loading.stored, loading.missing = take_unexpected(model, info, stored), frozenset(info.missing_keys)
-            loading.new = verify(model, info, {key: stored[key] for key in stored if key not in loading.stored})
-        return info, *others
-
-    return _load_pretrained_model
+    if getattr(model, "_hf_peft_config_loaded", False):  # an adapter on a model with weights
+        return stock(model, state_dict, checkpoint_files, *arguments, **options)
+    loading = _loading.get() or Loading(None, False)
+    stored = entries_in(state_dict, checkpoint_files)
+    if loading.attention_from and not stored and not any(map(attention_of, parts_of(model.config))):
+        raise ConfigError(
+            f"attention_from='{loading.attention_from}' is given, and neither {KEY} nor the checkpoint names an "
+            f"attention; add {KEY}='quest', or leave attention_from out"
+        )
+    loading.pending = not fits(model, stored, loading.attention_from, loading)
+    if not loading.pending:
+        fulfil(adapter, model, fresh=True, loads=True, runs=False, **loading.options)
+    info, *others = stock(model, state_dict, checkpoint_files, *arguments, **options)
+    if loading.pending:
+        paths = [f"{site.path}.mechanism." for site in adapter.sites(model)]
+        info.unexpected_keys = {key for key in info.unexpected_keys if not any(path in key for path in paths)}
+    else:
+        if asked_by(model.config) is not None:
+            loading.stored, loading.missing = take_unexpected(model, info, stored), frozenset(info.missing_keys)
+        loading.new = verify(model, info, {key: stored[key] for key in stored if key not in loading.stored})
+    return info, *others
 
 
-def _refuse_unexpected(stock: Any) -> Any:
-    """Wrap load_state_dict, which with strict=False ignores the key that names the attention; Trainer resumes so."""
-
-    @functools.wraps(stock)
-    def load_state_dict(self: Any, state_dict: Any, strict: bool = True, *arguments: Any, **options: Any) -> Any:
-        if not strict and not has_mechanism(self):
-            for key in state_dict:
-                if key.endswith(ENTRY):
-                    raise unexpected_entry(key, state_dict[key], "the host")
-        return stock(self, state_dict, strict, *arguments, **options)
-
-    return load_state_dict
+def _refuse_unexpected(
+    stock: Any, model: Any, state_dict: Any, strict: bool = True, *arguments: Any, **options: Any
+) -> Any:
+    """Run load_state_dict, which with strict=False ignores the key that names the attention; Trainer resumes so."""
+    if not strict and not has_mechanism(model):
+        for key in state_dict:
+            if key.endswith(ENTRY):
+                raise unexpected_entry(key, state_dict[key], "the host")
+    return stock(model, state_dict, strict, *arguments, **options)
 
 
-def _inject_loaded(adapter: Adapter, stock: Any) -> Any:
-    """Wrap the end of loading: modules that were loaded as the host's own are replaced."""
-
-    @functools.wraps(stock)
-    def _finalize_model_loading(model: Any, *arguments: Any, **options: Any) -> Any:
-        made = stock(model, *arguments, **options)
-        loading = _loading.get()
-        late = asked_by(model.config) is not None and not has_mechanism(model)  # only a run finds its attention
-        known = {path for path, part in model.named_modules() if isinstance(part, Mechanism)}
-        if loading is not None and (loading.pending or loading.stored or late or loading.example is not None):
-            fulfil(adapter, model, fresh=False, **loading.options)
-            load_mechanisms(model, loading.stored, loading.missing, known)
-        if loading is not None:
-            for mechanism in loading.new:  # transformers has moved their tensors from the meta device, without values
-                mechanism.reset_parameters()
-            _check_offloaded(model, loading)
-        if has_mechanism(model):
-            getattr(model, REPORT).announce()
-        return made
-
-    return _finalize_model_loading
+def _inject_loaded(adapter: Adapter, stock: Any, model: Any, *arguments: Any, **options: Any) -> Any:
+    """End the loading: modules that were loaded as the host's own are replaced."""
+    made = stock(model, *arguments, **options)
+    loading = _loading.get()
+    late = asked_by(model.config) is not None and not has_mechanism(model)  # only a run finds its attention
+    known = {path for path, part in model.named_modules() if isinstance(part, Mechanism)}
+    if loading is not None and (loading.pending or loading.stored or late or loading.example is not None):
+        fulfil(adapter, model, fresh=False, **loading.options)
+        load_mechanisms(model, loading.stored, loading.missing, known)
+    if loading is not None:
+        for mechanism in loading.new:  # transformers has moved their tensors from the meta device, without values
+            mechanism.reset_parameters()
+        _check_offloaded(model, loading)
+    if has_mechanism(model):
+        getattr(model, REPORT).announce()
+    return made
 
 
 def _check_offloaded(model: Any, loading: Loading) -> None:
