@@ -234,7 +234,7 @@ def test_an_error_leaves_the_model_as_it_was():
 
 @pytest.mark.parametrize("attention", ["quest", "qknorm-hs", "quest(init=5)", "elliptical"])
 def test_uninject_restores_the_host(attention):
-    model = nn.Sequential(encoder(), Keeping("forward")).eval()
+    model = nn.Sequential(encoder(), Keeping("list")).eval()
     kinds, hooks = [type(m) for m in model.modules()], [{**vars(m)} for m in model.modules()]
     x, modules = torch.randn(2, 5, 8), [*model.modules()]
     quest_core.inject(model, attention, fresh=True)
@@ -244,8 +244,8 @@ def test_uninject_restores_the_host(attention):
     assert [*model.modules()] == modules
     assert [type(m) for m in model.modules()] == kinds
     assert all(vars(m).keys() == before.keys() for m, before in zip(model.modules(), hooks, strict=True))
-    model.load_state_dict(nn.Sequential(encoder(), Keeping("forward")).state_dict(), strict=True)
-    assert torch.equal(model(x), nn.Sequential(encoder(), Keeping("forward")).eval()(x))
+    model.load_state_dict(nn.Sequential(encoder(), Keeping("list")).state_dict(), strict=True)
+    assert torch.equal(model(x), nn.Sequential(encoder(), Keeping("list")).eval()(x))
     with pytest.raises(InjectionError, match="has no attention that inject replaced"):
         quest_core.uninject(model)
 
@@ -323,7 +323,6 @@ def test_a_module_with_two_names_is_replaced_under_both():
 
 KEEPING = {
     "list": (lambda attention: [attention], lambda kept: kept[0]),
-    "forward": (lambda attention: attention.forward, lambda kept: kept),
     "closure": (lambda attention: lambda *x, **options: attention(*x, **options), lambda kept: kept),
     "weak reference": (weakref.ref, lambda kept: kept()),
 }
@@ -351,6 +350,18 @@ def test_an_attention_that_is_called_outside_of_the_tree_is_replaced_there_too(w
     assert not torch.equal(model(x), Keeping(way)(x))
     model, _ = quest_core.inject(model, "sigmoid")  # also what the first injection has put there
     assert torch.equal(model(x), model.attention(x, x, x, need_weights=False)[0])
+
+
+def test_a_method_that_would_be_another_is_refused():
+    model = encoder()
+    model.layers[0].attend = model.layers[0].self_attn.forward
+    with pytest.raises(quest_core.InjectionError, match=r"'layers.0.attend' is the method forward of a Multihead"):
+        quest_core.inject(model, "quest")
+    del model.layers[0].attend
+    quest_core.inject(model, "quest")
+    model.layers[0].attend = model.layers[0].self_attn.forward
+    with pytest.raises(quest_core.InjectionError, match="which MultiheadAttention in its place does not have"):
+        quest_core.uninject(model)
 
 
 class Table(nn.Module):

@@ -108,10 +108,7 @@ def rehearse(build: Callable[[], Any]) -> None:
     """Build a model and throw it away, to see before a run touches a file that the model can have its attention.
 
     Random numbers on the CPU are left as they were, and no report is written. Errors of the host are ignored, because
-    the host raises them when it builds the model.
-
-    Raises:
-        QuestError: the model cannot have the attention.
+    the host raises them when it builds the model; those of quest_core are raised.
     """
     rehearses = _REHEARSES.set(True)
     try:
@@ -284,14 +281,12 @@ def inject(
     rows = [_row(config, owner, site, one, fresh=fresh) for (owner, site), one in zip(chosen, made, strict=True)]
     report = Report(str(config), tuple(rows), tuple(left), bool(scaled))
     changed = {origin_of(inner): type(inner) for one in drafts.values() for inner in drafts_in(one)}
-    methods = _kept_methods(model, changed)
+    _refuse_kept_methods(model, changed)
     trained = None if attention_from is None else AttentionConfig.parse(attention_from)
 
     # Assign them, which cannot fail.
     for one in drafts.values():
         assign(one)
-    for module, name, method in methods:
-        vars(module)[name] = method
     for part in scaled:
         init_norms(part)
     if stacks:
@@ -333,13 +328,11 @@ def uninject(model: nn.Module) -> nn.Module:
             "that first: torch.nn.utils.parametrize.remove_parametrizations"
         )
     _refuse_observed(model)
-    methods = _kept_methods(model, {module: former.kind for module, former in changed.items()})
+    _refuse_kept_methods(model, {module: former.kind for module, former in changed.items()})
     for module in changed:
         restore(module)
     for owner in running_adapters():
         owner.disconnect(model)
-    for module, name, method in methods:
-        vars(module)[name] = method
     hook = vars(model).pop(HOOK, None)
     if hook is not None:
         hook.remove()
@@ -394,12 +387,7 @@ def _refuse_heads(config: AttentionConfig, sites: Iterable[Site]) -> None:
 
 
 def _stacks(config: AttentionConfig, model: nn.Module, sites: Sequence[Site]) -> dict[str, str]:
-    """Return the stack of each path, for `chain`; empty unless the attention compares layers.
-
-    Raises:
-        InjectionError: it does, and no layer follows another.
-        UnsupportedError: it does, and one layer has several places.
-    """
+    """Return the stack of each path, for `chain`; empty unless the attention compares layers."""
     if not any(part.chained for part in config.components):
         return {}
     stacks = {site.path: site.stack or stack_of(site.path) for site in sites}
@@ -486,38 +474,23 @@ def _keep_ties(hosts: Iterable[nn.Module], made: Iterable[nn.Module]) -> None:
                 setattr(module.get_submodule(path), leaf, shared.setdefault((id(old), new[name].shape), new[name]))
 
 
-def _kept_methods(
-    model: nn.Module, changed: Mapping[nn.Module, type[nn.Module]]
-) -> list[tuple[nn.Module, str, MethodType]]:
-    """Return what replaces the methods that modules keep as attributes, as in ``self.attend = self.attn.forward``.
+def _refuse_kept_methods(model: nn.Module, changed: Mapping[nn.Module, type[nn.Module]]) -> None:
+    """Raise InjectionError if a module keeps a method, as in ``self.attend = self.attn.forward``, that would change.
 
-    Args:
-        model: before the change.
-        changed: module -> its next class.
-
-    Returns:
-        (module, attribute, method) for each method of a changed module.
-
-    Raises:
-        InjectionError: the next class does not have the method.
+    `changed` says the next class of each module of the model that will have one.
     """
-    found = []
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             owner = value.__self__ if type(value) is MethodType else None
             if not isinstance(owner, nn.Module) or owner not in changed:
                 continue
             called = getattr(value.__func__, "__name__", "")
-            if getattr(type(owner), called, None) is not value.__func__:
-                continue  # the user's own function, which calls what the module has
-            definer = next(kind for kind in type(owner).__mro__ if called in vars(kind))
-            if called != "forward" and not issubclass(changed[owner], definer):
+            now, then = (getattr(kind, called, None) for kind in (type(owner), changed[owner]))
+            if now is value.__func__ and then is not now:  # no function of the user's, which calls what the module has
                 raise InjectionError(
                     f"'{path}.{name}' is the method {called} of a {type(owner).__name__}, which "
                     f"{changed[owner].__name__} in its place does not have; keep the module and call it there"
                 )
-            found.append((module, name, MethodType(getattr(changed[owner], called), owner)))
-    return found
 
 
 def _choose_sites(model: nn.Module, adapters: Iterable[Adapter]) -> list[tuple[Adapter, Site]]:
