@@ -153,8 +153,8 @@ def test_configs_choose_attention(opts, attention, capsys):
 ONE_TEXT = r"has no key {}; write .* as one text, gt.attention: quest\(kv_heads=2\)"
 WRONG = [
     ("gt.attention qest", ConfigError, "gt.attention: .*did you mean 'quest'"),
-    ("gt.attention {name:quest", ConfigError, "gt.attention: .*starts like JSON but is not"),
-    ("gt.attention ''", ConfigError, "gt.attention: attention '' cannot be read"),
+    ("gt.attention {name:quest", ConfigError, "gt.attention .*starts like JSON but is not"),
+    ("gt.attention ''", ConfigError, "gt.attention '' cannot be read"),
     ("gt.attention quest(kv_heads=3)", ConfigError, "kv_heads"),
     ("gt.attention.name quest", ConfigError, ONE_TEXT.format("gt.attention.name")),
     ("gt.quest.kvheads 2", ConfigError, ONE_TEXT.format("gt.quest.kvheads")),
@@ -162,9 +162,13 @@ WRONG = [
     ("gt.atention quest", ConfigError, "no key gt.atention; did you mean gt.attention"),
     ("gnn.attention_form quest", ConfigError, "did you mean gnn.attention_from"),
     ("gt.layer_type GINE+Quest", ConfigError, r"gt.layer_type: GINE\+Transformer and gt.attention: quest"),
-    ("gt.attention_from quest", ConfigError, "gt.attention_from given without gt.attention; .*: standard"),
-    ("gnn.allow_partial True", ConfigError, "gnn.allow_partial given without gnn.attention"),
-    ("gt.attention gqa gt.attention_from gq", ConfigError, "gt.attention_from: .*'gqa'"),
+    (
+        "gt.attention_from quest",
+        ConfigError,
+        "gt.attention: attention_from='quest' is given without attention; .*='standard'",
+    ),
+    ("gnn.allow_partial True", ConfigError, "gnn.attention: allow_partial=True is given without attention"),
+    ("gt.attention gqa gt.attention_from gq", ConfigError, "gt.attention: 'gq' is not a mechanism; .*'gqa'"),
     ("gt.attention quest gnn.attention qnorm", ConfigError, "two keys choose the attention"),
     ("gt.attention quest gt.layer_type GINE+Performer", UnsupportedError, "Performer has no attention"),
     ("gt.attention quest gt.layer_type GINE+BigBird", UnsupportedError, "BigBird has no attention"),

@@ -21,7 +21,6 @@ import yaml
 from torch import nn
 
 from quest_core.checkpoints import ENTRY
-from quest_core.config import AttentionConfig
 from quest_core.errors import CheckpointError, ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Site, require
 from quest_core.hosts.inject import KEYS, Request
@@ -121,7 +120,7 @@ def _own_words(cfg: Any) -> Iterator[None]:
     try:
         yield
     except (InjectionError, CheckpointError) as error:
-        section = next((s for s in SECTIONS if _given((cfg.get(s) or {}).get("attention"))), SECTIONS[0])
+        section = next((s for s in SECTIONS if (cfg.get(s) or {}).get("attention") not in (None, "None")), SECTIONS[0])
         said = re.sub(r"\b(attention|attention_from|allow_partial)=('[^']*'|True)", rf"{section}.\1: \2", str(error))
         raise type(error)(said) from None
 
@@ -149,16 +148,12 @@ def requested(cfg: Any) -> Request | None:
     asked: dict[str, Request] = {}
     for section in SECTIONS:
         node = cfg.get(section) or {}
-        given = {key: node[key] for key in KEYS if _given(node.get(key))}
-        if "attention" in given:
-            named = {key: _parse(f"{section}.{key}", given[key]) for key in KEYS[:2] if key in given}
-            asked[section] = Request(named["attention"], named.get("attention_from"), "allow_partial" in given)
-        elif given:
-            unread = ", ".join(f"{section}.{key}" for key in given)
-            raise ConfigError(
-                f"{unread} given without {section}.attention; name the attention, for example {section}.attention: "
-                "standard"
-            )
+        try:
+            request = Request.read({key: node.get(key) for key in KEYS}, "attention")
+        except ConfigError as error:  # which begins with this word
+            raise ConfigError(f"{section}.{error}") from None
+        if request is not None:
+            asked[section] = request
     if len(asked) > 1:
         both = " and ".join(f"{section}.attention: {found.attention}" for section, found in asked.items())
         raise ConfigError(f"two keys choose the attention, {both}; keep one")
@@ -169,17 +164,6 @@ def requested(cfg: Any) -> Request | None:
             f"write model.type: GPSModel and gt.layer_type: {local if kind else 'GINE'}+Transformer"
         )
     return next(iter(asked.values()), None)
-
-
-def _given(value: Any) -> bool:
-    return value not in (None, "None", False)  # empty text, which an unset variable leaves, is an error
-
-
-def _parse(key: str, text: str) -> AttentionConfig:
-    try:
-        return AttentionConfig.parse(text)
-    except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from None
 
 
 # --- the models -----------------------------------------------------------------------------------------------------

@@ -22,11 +22,7 @@ def install(patches: Patches) -> None:
 
 
 def read(cfg: Any) -> tuple[int, int]:
-    """Return the batches from one measurement to the next, and the threshold of QK-clip; 0 for none.
-
-    Raises:
-        ConfigError: one of them is not a whole number, or negative.
-    """
+    """Return the batches from one measurement to the next, and the threshold of QK-clip; 0 for none."""
     every, clip = (cfg.gnn.get(key) or 0 for key in KEYS)
     for (key, words), found in zip(KEYS.items(), (every, clip), strict=True):
         if type(found) is not int or found < 0:

@@ -288,7 +288,7 @@ class GPSModel(nn.Module):
         if local not in ("GINE", "CustomGatedGCN") or kind != "Transformer":
             raise ConfigError(
                 f"gt.layer_type is {gt.layer_type!r}; this model takes GINE+Transformer or "
-                "CustomGatedGCN+Transformer. For other layers use GraphGPS: python -m quest_graphgps main.py --cfg ..."
+                "CustomGatedGCN+Transformer. For other layers use GraphGPS: quest run main.py --cfg ..."
             )
         if gt.layer_norm or not gt.batch_norm or cfg.gnn.layers_pre_mp:
             raise ConfigError(
