@@ -212,9 +212,6 @@ def mechanism_for(
     Its parameters are frozen if all projections of the host are.
 
     Args:
-        host: the module.
-        config: the mechanism.
-        sizes: of its heads.
         scale: the host's factor on q·k; None for 1/√D.
         projections: names those of the host; None for all its parameters.
         like: has the device and the type where the host has no parameters.

@@ -67,15 +67,9 @@ def put(asked: Asked, model: nn.Module, *, fresh: bool = True, part: bool = Fals
     """Put into a model that fairseq has just built what its options ask for, and report it.
 
     Args:
-        asked: the options.
         model: its loaded parts may have their attention already.
         fresh: fairseq has loaded nothing into the model but these parts.
         part: `model` is one of them, and is not loaded yet.
-
-    Raises:
-        ConfigError: an option names a part that the model does not have.
-        CheckpointError: a part was trained with another attention.
-        UnsupportedError, InjectionError: as `inject`.
     """
     sites = [*FairseqAdapter().sites(model)]
     if part and not sites:  # LSTMs, convolutions

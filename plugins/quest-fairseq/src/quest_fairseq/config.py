@@ -55,11 +55,7 @@ class Asked:
 
 
 def parse(attention: Any) -> AttentionConfig:
-    """Return the value of an option as a configuration. A mapping in a yaml file arrives as a DictConfig.
-
-    Raises:
-        ConfigError: unknown mechanism or option.
-    """
+    """Return the value of an option as a configuration. A mapping in a yaml file arrives as a DictConfig."""
     return AttentionConfig.parse(OmegaConf.to_container(attention) if isinstance(attention, DictConfig) else attention)
 
 

@@ -27,15 +27,10 @@ BUILDS: ContextVar[Build | None] = ContextVar("BUILDS", default=None)
 
 @dataclass
 class Build:
-    """A model that fairseq is building, into whose parts it may load checkpoints.
+    """A model that fairseq is building, into whose parts it may load checkpoints."""
 
-    Attributes:
-        put: puts the attention into a part that is about to be loaded.
-        loads: a checkpoint was read for some other part.
-    """
-
-    put: Callable[[nn.Module], None]
-    loads: bool = False
+    put: Callable[[nn.Module], None]  # the attention into a part that is about to be loaded
+    loads: bool = False  # a checkpoint was read for some other part
 
 
 class WithAttention:
@@ -52,15 +47,8 @@ class WithAttention:
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> Any:
-        """Build fairseq's model, replace its attention and report it.
-
-        Raises:
-            ConfigError: unknown mechanism or option; raised before fairseq builds anything.
-            UnsupportedError: fairseq cannot honour the mechanism.
-            InjectionError: the model has no attention that is known, or only a part of it is.
-            CheckpointError: fairseq loads a part of the model that was trained with another attention.
-        """
-        asked = read(args)
+        """Build fairseq's model, replace its attention and report it; raises as `read` and `inject`."""
+        asked = read(args)  # before fairseq builds anything
         build = Build(functools.partial(cls.put, asked, part=True))
         outer = BUILDS.set(build)
         try:
@@ -84,11 +72,7 @@ def load_part(stock: Callable[..., Any], component: nn.Module, *arguments: Any, 
 
 
 def register(put: Callable[..., None]) -> None:
-    """Register a model for each of fairseq's, and a preset for each of its presets, of the same name behind `PREFIX`.
-
-    Args:
-        put: ``put(asked, model, fresh=..., part=...)`` puts what options ask for into a model.
-    """
+    """Register a model for each of fairseq's, and a preset for each preset, of the same name behind `PREFIX`."""
     for stock, kind in [*host.MODEL_REGISTRY.items()]:
         if not kind.__module__.startswith(("fairseq.models.", "fairseq.examples.")):
             continue  # of the user, or parallel in a way that needs other attention

@@ -86,13 +86,9 @@ class RelativeAttention(HostAttention):
 
 
 def shift(logits: Tensor) -> Tensor:
-    """Reorder logits from distances to keys: column c of row i, distance M − 1 − c, moves to key c − (N − 1 − i).
+    """Reorder logits [B, H, N, M] from distances to keys: column c of row i moves to key c − (N − 1 − i).
 
-    Args:
-        logits: [B, H, N, M].
-
-    Returns:
-        [B, H, N, M]. Entries without a distance belong to future keys, which the mask hides.
+    Entries without a distance belong to future keys, which the mask hides.
     """
     b, h, n, m = logits.shape
     padded = nn.functional.pad(logits, (1, 0))  # [B, H, N, 1 + M]

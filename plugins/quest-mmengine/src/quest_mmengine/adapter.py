@@ -126,13 +126,9 @@ class MmengineAdapter(Adapter):
 
     @classmethod
     def offered(cls, config: Any, at: str = "") -> Iterator[tuple[str, Mapping[str, Any], str]]:
-        """Yield the path, the mapping and the class of every part of a model's config whose type is of this plugin.
+        """Yield path, mapping and class of each part of a model's config, itself `at` a path, that has a type of ours.
 
-        Args:
-            at: path of `config`.
-
-        Raises:
-            ConfigError: a class of the host itself is given an attention. Some of them ignore unknown keys.
+        Raises ConfigError where a class of the host itself is given an attention. Some of them ignore unknown keys.
         """
         for path, part in sections(config, at):
             kind = part.get("type") or ""
@@ -148,11 +144,7 @@ class MmengineAdapter(Adapter):
 
     @classmethod
     def read(cls, options: Mapping[str, Any], kind: Any) -> Request | None:
-        """Return what the options of a class of this plugin ask for, or None if parts of it have their own attention.
-
-        Raises:
-            ConfigError: an attention is misspelt, missing, named twice, or named where it is not read.
-        """
+        """Return what the options of a class of this plugin ask for; None if its parts have their own attention."""
         name = f"{cls.package}.{kind.__name__}"
         known = {key for base in kind.__mro__ for key in inspect.signature(base.__init__).parameters}
         request = Request.read(options, name, options.keys() - known - {"type"})

@@ -177,14 +177,7 @@ def _connect(
 ) -> None:
     """Have `forward` run in place of that of `called`, if a mechanism of `owner` knows the places of tokens.
 
-    Args:
-        drafts: as in `Adapter.connect`.
-        trained: as in `lay_out`.
-        prefix: tokens of `owner` off the grid.
-        last: how many of them are at the end of the sequence.
-
-    Raises:
-        UnsupportedError: biases by the number of a token would have no grid.
+    `prefix` tokens are off the grid, `last` of them at the end of the sequence; `trained` is as in `lay_out`.
     """
     made = [drafts[module] for module in owner.modules() if module in drafts]
     found = [mechanism for one in made for mechanism in placed(one)]

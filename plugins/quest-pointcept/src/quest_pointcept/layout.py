@@ -53,12 +53,7 @@ class Patches:
 
 
 def lay_out(counts: Sequence[int], patch_size: int, device: torch.device) -> Patches:
-    """Cut clouds into patches of `patch_size` points; a cloud with fewer is one shorter patch.
-
-    Args:
-        counts: points of each cloud, at least one.
-        patch_size: K.
-    """
+    """Cut clouds of `counts` points, at least one each, into patches of `patch_size`, or one that is shorter."""
     slots: list[Tensor] = []
     rows: list[Tensor] = []
     bounds = [0]
@@ -79,10 +74,7 @@ def lay_out(counts: Sequence[int], patch_size: int, device: torch.device) -> Pat
 
 
 def counts_of(point: Any) -> tuple[int, ...]:
-    """Return the points of each cloud of a Pointcept `Point`, without empty clouds.
-
-    The counts are copied from the device once for each set of points.
-    """
+    """Return the points of each cloud of a Pointcept `Point`, without empty clouds; copied from the device once."""
     key = "quest_counts"
     if key not in point:
         every = torch.diff(point["offset"], prepend=point["offset"].new_zeros(1)).tolist()

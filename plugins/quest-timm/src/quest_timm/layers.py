@@ -154,15 +154,7 @@ class WindowAttention(Replacement, swin_transformer.WindowAttention):
     hides_by_infinity = True
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attend inside windows.
-
-        Args:
-            x: [B·W, N, E], the W windows of each image.
-            mask: [W, N, N], -100 where the shift has brought together what is apart, else 0.
-
-        Returns:
-            [B·W, N, E].
-        """
+        """Attend inside the W windows of each image x [B·W, N, E]; mask [W, N, N] is as of `window_bias`."""
         added = window_bias(self._get_rel_pos_bias(), mask, len(x))  # [1 or B·W, H, N, N]
         return self.proj_drop(self.proj(self.attend(*self.project(x), added)))
 

@@ -96,11 +96,7 @@ class Replacement(HostAttention):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the output [B, N, H·Dv], and the weights and scores [B, H, N, M] or None if they were not formed.
 
-        Args:
-            q: [B, H, N, D].
-            k: [B, G, M, D] and v: [B, G, M, Dv].
-            mask: boolean (True = may attend) or additive, broadcastable to [B, H, N, M].
-            prev: scores of the previous layer [B, H, N, M].
+        Arguments as of `attend`; `prev` are the scores of the previous layer [B, H, N, M].
         """
         core: Any = getattr(self, "sdp_attn", None)
         drop = getattr(core, "attn_dropout", None)

@@ -45,16 +45,7 @@ ARCHITECTURES = (
 
 
 def choose(architecture: Any, options: Mapping[str, Any]) -> Request | None:
-    """Return what `options` say about attention, or None if they say nothing.
-
-    Args:
-        architecture: a class or function that builds a model, or a model.
-        options: all that the user has given to the architecture by keyword.
-
-    Raises:
-        ConfigError: a misspelt or misplaced option, or an unknown mechanism.
-        UnsupportedError: the architecture has no attention that could be replaced.
-    """
+    """Return what the options of an architecture (a class or function that builds a model, or a model) ask for."""
     built = isinstance(architecture, nn.Module)
     kind = type(architecture) if built else architecture
     name = getattr(kind, "__name__", repr(kind))
