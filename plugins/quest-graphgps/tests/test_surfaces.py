@@ -246,16 +246,6 @@ def test_a_network_of_ones_own_takes_gnn_attention():
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_shipped_configs_refuse_several_processes(name, monkeypatch):
-    """Their loop has no launcher: a start by torchrun would train as many whole models into one folder."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    configure()
-    path = str(files("quest_graphgps") / "configs" / name)
-    with pytest.raises(ConfigError, match="trains in one process, and WORLD_SIZE is 2: .*start main.py without torch"):
-        load_cfg(cfg, SimpleNamespace(cfg_file=path, opts=[]))
-
-
-@pytest.mark.parametrize("name", CONFIGS)
 def test_shipped_configs_build_the_papers_models(name):
     """Parameters as the paper counts them (tables A10 and A11)."""
     set_cfg(cfg)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -174,12 +173,6 @@ def _check_when_merged(adapter: Adapter, stock: Stock, cfg: Any) -> None:
     stock(cfg)
     watching.read(cfg)
     asked, mode = requested(cfg), cfg.train.get("mode", "standard")  # of GraphGPS only
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    if asked and mode == "custom" and processes > 1:
-        raise ConfigError(
-            f"train.mode is 'custom', whose loop trains in one process, and WORLD_SIZE is {processes}: each would "
-            "train the whole model into one folder; start main.py without torchrun"
-        )
     if asked and cfg.model.type == "GPSModel":
         gt = cfg.gt
         attn = nn.MultiheadAttention(gt.dim_hidden, gt.n_heads, dropout=gt.attn_dropout, device="meta")
