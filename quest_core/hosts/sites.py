@@ -109,9 +109,7 @@ def site_draft(kind: type[FoundSite], module: nn.Module, found: Any) -> Any:
 def refuse_checkpoint(path: str, levels: int) -> None:
     """Raise if a checkpoint lies inside a site's forward, because the second forward would not pass the site.
 
-    Args:
-        path: of the site.
-        levels: of the stack between this function and the call that is looked at.
+    `levels` of the stack lie between this function and the call that is looked at.
     """
     frame = sys._getframe(levels)
     while frame.f_back is not None and frame.f_globals is not globals():  # until FoundSite.forward
@@ -195,13 +193,7 @@ def looks_like_attention(module: nn.Module) -> bool:
 def unknown_attention(
     model: nn.Module, known: Iterable[str], attends: Callable[[nn.Module], bool] = looks_like_attention
 ) -> dict[str, nn.Module]:
-    """Return the modules, by path, that are attention and are neither in a known one nor around one.
-
-    Args:
-        model: they are in it.
-        known: paths of attention.
-        attends: whether a module is attention; by default whether it looks like it.
-    """
+    """Return the modules, by path, that are attention and are neither in one of the known paths nor around one."""
     ours = {id(inner) for path in known for inner in model.get_submodule(path).modules()}
     return {
         path: module

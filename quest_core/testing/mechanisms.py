@@ -62,7 +62,7 @@ def check_mechanism(
     for name in checks:
         if name not in CHECKS:
             raise ConfigError(f"check '{name}' does not exist; {one_of(name, CHECKS)}")
-    trial, dtype, outcomes = Trial(attention), torch.get_default_dtype(), []
+    trial, outcomes = Trial(attention), []
     for name in checks or CHECKS:
         try:
             with torch.random.fork_rng(devices=[]):
@@ -70,8 +70,6 @@ def check_mechanism(
             message = ""
         except Exception as error:
             message = str(error) if isinstance(error, Wrong | QuestError) else f"it raises {cause(error)}"
-        finally:
-            torch.set_default_dtype(dtype)
         outcomes.append(Outcome(name, not message, message))
     failed = [outcome for outcome in outcomes if not outcome.passed]
     if failed and raises:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -81,25 +82,13 @@ def exact(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, **options: Any)
 @contextmanager
 def computed_by_truth(mechanisms: Iterable[Mechanism]) -> Iterator[None]:
     """Inside the block these mechanisms, with no part `missing`, compute by their references; dropout is left out."""
-    changed: list[tuple[Mechanism, Any]] = []
-    try:
+    with ExitStack() as changes:
         for mechanism in mechanisms:
             own = copy.copy(mechanism)
             own._modules = dict(mechanism._modules)  # a shallow copy shares them
-            changed.append((mechanism, own._modules.get("normalizer")))
-            methods = _Methods(own)
-            mechanism.forward = methods.forward  # type: ignore[method-assign]
-            mechanism.forward_with_logits = methods.forward_with_logits  # type: ignore[method-assign]
-            if mechanism.family is None:
-                mechanism.logits = methods.logits  # type: ignore[method-assign]
-                mechanism.normalizer = methods.normalizer
+            for name in ("forward", "forward_with_logits", *(["logits", "normalizer"] if own.family is None else [])):
+                changes.enter_context(mock.patch.object(mechanism, name, getattr(_Methods(own), name)))
         yield
-    finally:
-        for mechanism, normalizer in changed:
-            for name in ("forward", "forward_with_logits", "logits"):
-                vars(mechanism).pop(name, None)
-            if normalizer is not None:
-                mechanism.normalizer = normalizer
 
 
 class _Methods:

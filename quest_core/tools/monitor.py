@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import is_compiling_without_dynamo, is_recomputing, wider
-from ..errors import ConfigError, InjectionError
+from ..errors import InjectionError, check_sizes
 from ..hosts.inject import REPORT, inject, uninject
 from ..mechanism import Mechanism
 from ..notices import say
@@ -80,8 +80,7 @@ class Monitor:
     """
 
     def __init__(self, model: nn.Module, *, every: int = 1, logits: bool = True) -> None:
-        if not isinstance(every, int) or every < 1:
-            raise ConfigError(f"every is {every!r}; observe every n-th call with a whole number of at least 1")
+        check_sizes(every=every)
         # Users know the attention that holds the mechanism.
         found = {
             path.removesuffix(".mechanism") or "mechanism": module

@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from ..config import AttentionConfig
 from ..errors import ConfigError, InputError, UnsupportedError
@@ -16,16 +19,6 @@ from ..layer import Attention
 from ..mechanism import Mechanism
 from ..mechanisms.base import Dims
 from ..registry import READS
-
-try:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
-except ImportError as error:
-    raise UnsupportedError(
-        "quest_core.tools.parallel needs torch.distributed.tensor, which PyTorch 2.5 or newer has if it was built with "
-        f"torch.distributed; {torch.__version__} is installed"
-    ) from error
 
 
 class HeadParallel(ParallelStyle):

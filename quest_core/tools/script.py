@@ -36,13 +36,10 @@ Look = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 
 def look_at_models(look: Look) -> Callable[[], None]:
-    """Call `look` before the calls of models in this process; return what ends that.
+    """Call `look` with a model, out of its wrappers, and the arguments of its call, before each; return what ends that.
 
     A model is a module with parameters that no other module calls. Hooks for all modules do not see keyword arguments
     before a call, so `nn.Module.__call__` is wrapped, as torch.fx does.
-
-    Args:
-        look: takes the model, out of its wrappers, and the arguments.
     """
     original, inside, ended = nn.Module.__call__, threading.local(), threading.Event()
 

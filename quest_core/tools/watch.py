@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, check_sizes
 from ..notices import say
 from .clip import QKClip
 from .monitor import Monitor, TrainingMonitor, borrow, not_measured, remarks
@@ -51,8 +51,7 @@ class Watch:
     def __init__(
         self, model: nn.Module, *, every: int = 100, example: Any = None, clip: float | None = None, steps: int = 0
     ) -> None:
-        if not isinstance(every, int) or every < 1:
-            raise ConfigError(f"every is {every!r}; measure every n-th step with a whole number of at least 1")
+        check_sizes(every=every)
         if not isinstance(steps, int) or steps < 0:
             raise ConfigError(f"steps is {steps!r}; give the steps taken before as a whole number of at least 0")
         self.model, self.every, self.steps = model, every, steps
