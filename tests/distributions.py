@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ADAPTER = """
-from quest_core import Adapter, Capabilities
+from quest_core import Adapter
 
 class HostAdapter(Adapter):
     name = "{name}"
-    capabilities = Capabilities()
     def sites(self, model): return []
     def replace(self, site, config): raise AssertionError
     def install(self): pass

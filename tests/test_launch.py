@@ -20,11 +20,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 ADAPTER = """
 import toyhost
-from quest_core import Adapter, Capabilities
+from quest_core import Adapter
 
 class HostAdapter(Adapter):
     name = "toy"
-    capabilities = Capabilities()
     def sites(self, model): return []
     def replace(self, site, config): raise AssertionError
     def install(self): toyhost.accepts.append("attention")

@@ -271,8 +271,6 @@ class Adapter(ABC):
 
     name: ClassVar[str]
     """The host's name, as in ``quest-<name>``."""
-    capabilities: ClassVar[Capabilities]
-    """What the host's easiest site offers and asks; single sites may offer less and ask more."""
     replacements: ClassVar[Mapping[str, type[HostAttention]]] = {}
     """The host's attention classes by dotted name, such as ``timm.layers.attention.Attention``, and what replaces each.
     Subclasses of a host's class are other classes."""

@@ -42,7 +42,6 @@ class TorchAdapter(Adapter):
     """Plain PyTorch models: every torch.nn.MultiheadAttention, also a subclass that inherits its forward."""
 
     name: ClassVar[str] = "torch"
-    capabilities: ClassVar[Capabilities] = Capabilities()
     attention: ClassVar[type[TorchAttention]] = TorchAttention
 
     def replacement(self, module: nn.Module) -> type[HostAttention] | None:

@@ -48,7 +48,6 @@ class ToyAdapter(Adapter):
     """The attention of stand_in."""
 
     name: ClassVar[str] = "toy"
-    capabilities: ClassVar[Capabilities] = Capabilities()
     replacements: ClassVar[dict[str, type[HostAttention]]] = {
         "stand_in.FusedAttention": FusedAttention,
         "stand_in.GroupedAttention": GroupedAttention,

@@ -14,7 +14,7 @@ from quest_core.checkpoints import compare
 from quest_core.config import AttentionConfig
 from quest_core.drafts import host_class
 from quest_core.errors import ConfigError
-from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, Site
+from quest_core.hosts.adapter import Adapter, HostAttention, Site
 from quest_core.hosts.inject import REPORT, Report, inject
 
 from . import models, patches
@@ -32,7 +32,6 @@ class FairseqAdapter(Adapter):
     """
 
     name: ClassVar[str] = "fairseq"
-    capabilities: ClassVar[Capabilities] = Capabilities(causal=True, cached=True)
 
     replacements: ClassVar = {"fairseq.modules.multihead_attention.MultiheadAttention": Attention}
 

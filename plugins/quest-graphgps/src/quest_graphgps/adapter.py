@@ -13,7 +13,7 @@ from torch_geometric.nn import GeneralConv, HGTConv
 from torch_geometric.nn.aggr.utils import MultiheadAttentionBlock
 
 from quest_core.errors import UnsupportedError
-from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, Site
+from quest_core.hosts.adapter import Adapter, HostAttention, Site
 from quest_core.hosts.inject import KEYS, Request, inject
 from quest_core.hosts.torch import TorchAdapter
 
@@ -38,7 +38,6 @@ class GraphGPSAdapter(TorchAdapter):
     """
 
     name: ClassVar[str] = "graphgps"
-    capabilities: ClassVar[Capabilities] = Capabilities(ordered=False, independent=True)
     attention = GraphAttention
     replacements: ClassVar[Mapping[str, type[HostAttention]]] = {
         "torch_geometric.nn.conv.transformer_conv.TransformerConv": EdgeAttention
@@ -66,7 +65,7 @@ class GraphGPSAdapter(TorchAdapter):
                 # Graphormer's layers ask for the weights and drop them; GPSLayer keeps them in one of its modes.
                 reads = name == "attention" or bool(getattr(layer, "log_attn_weights", False))
                 pools = isinstance(layer, MultiheadAttentionBlock)  # some of them attend from seeds to nodes
-                asked = replace(self.capabilities, weights=reads, dropout=module.dropout > 0, cross=pools)
+                asked = replace(GraphAttention.capabilities, weights=reads, dropout=module.dropout > 0, cross=pools)
                 place = f"{path}.{name}" if path else str(name)
                 yield Site(place, module, module.num_heads, module.head_dim, asked)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from quest_core import PackingPlan, attention_packed
 from quest_core.compat import is_eager, may_read
+from quest_core.hosts.adapter import Capabilities
 from quest_core.hosts.torch import TorchAttention
 
 
@@ -25,6 +26,7 @@ class GraphAttention(TorchAttention):
     computation. `standard` promises the host's seeded training, so it packs only where nothing is dropped.
     """
 
+    capabilities = Capabilities(ordered=False, independent=True)
     packing: ClassVar[str] = "auto"
     """When to pack: "auto" where `ragged_plan` finds it cheaper, "always" or "never"."""
 

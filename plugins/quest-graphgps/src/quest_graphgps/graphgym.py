@@ -26,6 +26,7 @@ from quest_core.hosts.inject import KEYS, Request
 from quest_core.registry import mechanisms
 
 from . import watching
+from .attention import GraphAttention
 
 SECTIONS = ("gnn", "gt")
 """The sections of a config that have the keys: GraphGym's own, and the one that GraphGPS adds."""
@@ -176,7 +177,7 @@ def _check_when_merged(adapter: Adapter, stock: Stock, cfg: Any) -> None:
     if asked and cfg.model.type == "GPSModel":
         gt = cfg.gt
         attn = nn.MultiheadAttention(gt.dim_hidden, gt.n_heads, dropout=gt.attn_dropout, device="meta")
-        needs = replace(adapter.capabilities, dropout=gt.attn_dropout > 0, weights=mode == "log-attn-weights")
+        needs = replace(GraphAttention.capabilities, dropout=gt.attn_dropout > 0, weights=mode == "log-attn-weights")
         site = Site("", attn, attn.num_heads, attn.head_dim, needs, fresh=True)
         require(adapter, site, asked.attention)
         adapter.replace(site, asked.attention)

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 from mmdet.models import detectors
 from torch import nn
 
-from quest_core.hosts.adapter import Capabilities
 from quest_mmengine.adapter import MmengineAdapter
 from quest_mmengine.layers import MultiheadAttention
 
@@ -33,6 +32,5 @@ class MmdetAdapter(MmengineAdapter):
 
     name: ClassVar[str] = "mmdet"
     package, types, models = "quest_mmdet", TYPES, MODELS
-    capabilities: ClassVar[Capabilities] = Capabilities(ordered=False)
     leaves_alone: ClassVar[frozenset[str]] = frozenset({"MultiScaleDeformableAttention"})
     replacements = REPLACEMENTS

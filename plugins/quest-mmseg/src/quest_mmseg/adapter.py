@@ -78,7 +78,6 @@ class MmsegAdapter(MmengineAdapter):
 
     name: ClassVar[str] = "mmseg"
     package, types, models = "quest_mmseg", TYPES, MODELS
-    capabilities: ClassVar[Capabilities] = Capabilities(narrows_keys=True)
     leaves_alone: ClassVar[frozenset[str]] = frozenset({"MultiScaleDeformableAttention"})
     replacements = REPLACEMENTS
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from quest_core.drafts import host_class
-from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, Site
+from quest_core.hosts.adapter import Adapter, HostAttention, Site
 
 from . import hosts, watching
 from .layers import LiteAttention, PointAttention, TensorAttention
@@ -20,7 +20,6 @@ class PointceptAdapter(Adapter):
     """Every serialized attention of Point Transformer V3 and LitePT: Pointcept's, torch-pointcloud's and copies."""
 
     name: ClassVar[str] = "pointcept"
-    capabilities: ClassVar[Capabilities] = Capabilities(narrows_keys=True)
 
     def replacement(self, module: nn.Module) -> type[HostAttention] | None:
         """Return the class that replaces a module, or None if it is not a serialized attention.

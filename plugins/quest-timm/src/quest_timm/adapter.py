@@ -46,7 +46,6 @@ class TimmAdapter(Adapter):
     """Adapter for timm's own attention classes."""
 
     name: ClassVar[str] = "timm"
-    capabilities: ClassVar[Capabilities] = Capabilities()
     leaves_alone: ClassVar[frozenset[str]] = frozenset(
         {
             "ChannelAttn",

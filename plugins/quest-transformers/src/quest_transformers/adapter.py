@@ -32,7 +32,6 @@ class TransformersAdapter(Adapter):
     """Adapter for every module of transformers that calls its AttentionInterface."""
 
     name: ClassVar[str] = "transformers"
-    capabilities: ClassVar[Capabilities] = Capabilities()
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield the attention modules in the order of registration, which is that of the forward pass.

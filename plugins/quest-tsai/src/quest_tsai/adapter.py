@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from quest_core.config import AttentionConfig
-from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, Site
+from quest_core.hosts.adapter import Adapter, HostAttention, Site
 from quest_core.hosts.torch import TorchAdapter
 
 from .layers import (
@@ -49,7 +49,6 @@ class TsaiAdapter(Adapter):
     """Adapter for tsai's own attention classes, and for torch.nn.MultiheadAttention in tsai's models without these."""
 
     name: ClassVar[str] = "tsai"
-    capabilities: ClassVar[Capabilities] = Capabilities()
 
     replacements = REPLACEMENTS
 
