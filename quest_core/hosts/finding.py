@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch import nn
 from ..config import AttentionConfig
 from ..drafts import host_class
 from ..errors import InjectionError, UnsupportedError
-from .adapter import Adapter, Capabilities, Site, refusal
+from .adapter import Adapter, Site, refusal
 from .following import LEARNED, Flow, Origin
 from .search import UNKNOWN, Frame, Operand, Search, Softmax, contracted, varying
 from .sites import FoundSite, looks_like_attention, norm_note, within
@@ -231,7 +231,6 @@ class FoundAdapter(Adapter):
     """
 
     name: str  # type: ignore[misc]
-    capabilities: ClassVar[Capabilities] = Capabilities()
 
     def __init__(self, name: str, found: Mapping[str, Call | Written]) -> None:
         self.name, self.found = name, found
