@@ -136,9 +136,9 @@ def is_eager() -> bool:
 
 def is_same(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are one, or alias all entries of one, as reentrant checkpointing hands them on."""
-    if one is other or not is_eager() or one.shape != other.shape or one.stride() != other.stride():
+    if one is other or one.shape != other.shape or one.stride() != other.stride() or not is_eager():
         return one is other
-    return not one.is_meta and one.numel() > 0 and one.data_ptr() == other.data_ptr()
+    return may_read(one, waits=True) and may_read(other, waits=True) and one.data_ptr() == other.data_ptr()
 
 
 def callables(one: Any, other: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -192,7 +192,7 @@ def narrow(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype != torch.float16 or mask.dtype == dtype:
         return mask.to(dtype)
     most = torch.finfo(dtype).max  # finite numbers beyond it would become infinite
-    return mask.clamp(-most, most).masked_fill(mask == -math.inf, -math.inf).to(dtype)
+    return mask.to(dtype).clamp(-most, most).masked_fill(mask == -math.inf, -math.inf)
 
 
 def visible(mask: Tensor) -> Tensor:

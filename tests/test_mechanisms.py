@@ -19,10 +19,12 @@ SCORES = [name for name, part in mechanisms().items() if part.axis == "score" an
 FREE = [name for name in SCORES if not mechanisms()[name].learnable]
 
 
-def test_a_wide_mask_of_half_precision_queries_hides_only_by_infinity():
-    """The float32 numbers −1e9 and 1e5 are finite, and beyond float16."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_wide_mask_of_half_precision_queries_hides_only_by_infinity(dtype):
+    """−1e9 and 1e5 are finite in these types, and beyond float16."""
     mask = torch.tensor([[-1e9, -1e9], [1e5, 0.0], [-math.inf, -1e9]])
     q, k, v = (x.half() for x in tensors(1, 1, 1, 3, 2, 4))
+    mask = mask.to(dtype)
     shown = torch.tensor([[True, True], [True, False], [False, True]])  # as much as each row shows
     out, expected = (quest_core.attention(q, k, v, "quest", attn_mask=m) for m in (mask, shown))
     torch.testing.assert_close(out, expected, atol=5e-3, rtol=0)
