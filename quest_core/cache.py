@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .compat import is_eager, may_read
 from .errors import InputError, UnsupportedError, check_sizes
 
 
@@ -136,7 +137,7 @@ class Cache:
         if rows.dim() != 1 or rows.dtype not in (torch.int64, torch.int32):
             raise InputError(f"rows is {rows.dtype} of shape {list(rows.shape)}; it is a vector of batch indices [B']")
         batch = next((shape[0] for shape in self._shapes.values()), 0) if self.tokens else 0
-        if self.tokens and rows.is_cpu and not bool(((rows >= 0) & (rows < batch)).all()):
+        if self.tokens and is_eager() and may_read(rows) and not bool(((rows >= 0) & (rows < batch)).all()):
             raise InputError(f"rows is {rows.tolist()}; the cache has a batch of {batch}, so they are 0 to {batch - 1}")
         memories = {}
         for name, memory in self._memory.items() if self.tokens else ():

@@ -288,6 +288,15 @@ def test_other_tensors_are_refused_by_both_values(attention):
         assert len(cache) == 3
 
 
+def test_reordering_compiles():
+    """Beam search inside a compiled step."""
+    cache = Cache()
+    cache.append("k", torch.randn(2, 1, 3, 4))
+    cache.tokens = 3
+    torch.compile(cache.reorder, backend="eager", fullgraph=True)(torch.tensor([1, 1]))
+    assert torch.equal(cache["k"][0], cache["k"][1])
+
+
 def test_wrong_rows_lengths_and_missing_steps_are_refused():
     layer = Attention(16, 4).eval()
     cache = Cache()

@@ -158,6 +158,12 @@ def test_check_refuses_options_that_no_model_takes(text, said, option, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["gqa(ratio=3)", "kdgqa(ratio=3)", "kdgqa(kv_heads=2,min_queries=20)"])
+def test_check_takes_what_fits_some_number_of_heads(text, capsys):
+    assert cli.main(["check", text]) == 0
+    assert f"valid: {text}" in capsys.readouterr().out.replace(", ", ",")
+
+
 def test_the_start_of_a_model_is_no_part_of_a_mechanism(capsys):
     assert cli.main(["check", "--mechanism", "quest(init=3)"]) == 0
     assert "checks, all passed" in capsys.readouterr().out

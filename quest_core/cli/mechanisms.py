@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ..config import AttentionConfig
@@ -77,9 +79,10 @@ def check(text: str) -> int:
 
 def build(config: AttentionConfig) -> None:
     """Build a mechanism without memory; ConfigError if its options do not go together."""
-    given = dict(config.options).get("kv_heads") or 1
+    given = dict(config.options)
+    heads = 8 * math.prod(given.get(name) or 1 for name in ("kv_heads", "ratio", "min_queries"))
     with torch.device("meta"):
-        Mechanism(config, num_heads=8 * given, head_dim=64, projected=True)
+        Mechanism(config, num_heads=heads, head_dim=64, projected=True)
 
 
 def rows(part: type[Component]) -> list[str]:
