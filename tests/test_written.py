@@ -408,13 +408,27 @@ WRONG: dict[str, tuple[str, Spelling]] = {
         lambda m, q, k, v: (cosines(q, k) * m.temperature.exp()).softmax(-1) @ v,
     ),
     "learned scale": ("a learned factor", lambda m, q, k, v: (q @ k.mT * m.learned.exp()).softmax(-1) @ v),
+    "learned scale times a number": (
+        "a learned factor",
+        lambda m, q, k, v: (q @ k.mT * (m.learned * D**-0.5)).softmax(-1) @ v,
+    ),
+    **{
+        f"scaled adapter, then {name}": (
+            "followed by more than moves|a factor on a part",
+            lambda m, q, k, v, change=change: (change(m, adapted(q, 2.0) * D**-0.5) @ k.mT).softmax(-1) @ v,
+        )
+        for name, change in {
+            "a shift": lambda m, q: q + 1,
+            "a norm": lambda m, q: F.layer_norm(q, (D,)),
+            "another part": lambda m, q: torch.cat(
+                [q[..., : D // 2], m.memory[..., D // 2 :].expand_as(q[..., D // 2 :])], -1
+            ),
+            "a learned factor": lambda m, q: q * m.learned,
+        }.items()
+    },
     "learned scale that is one in the example": (
         "a learned factor",
         lambda m, q, k, v: (q @ k.mT * D**-0.5 * m.temperature).softmax(-1) @ v,
-    ),
-    "projection by activations": (
-        "stands linear",
-        lambda m, q, k, v: (F.linear(q[0, 0], k[0, 0]) * D**-0.5).softmax(-1) @ v,
     ),
     "soft cap": ("tanh", lambda m, q, k, v: (30 * torch.tanh(q @ k.mT * D**-0.5 / 30)).softmax(-1) @ v),
     "near bounds": ("clamp", lambda m, q, k, v: (q @ k.mT * D**-0.5).clamp(-5, 5).softmax(-1) @ v),
@@ -872,21 +886,13 @@ def test_a_monitor_watches_compiled_models():
 
 class Core(nn.Module):
     def forward(self, q, k, v):
-        return (q @ k.mT).softmax(-1) @ v
+        return (q @ k.mT * D**-0.5).softmax(-1) @ v
 
 
 class Around(Attention):
     def __init__(self):
-        super().__init__(lambda m, q, k, v: m.core(q * D**-0.5, k, v))
+        super().__init__(lambda m, q, k, v: m.core(q, k, v))
         self.core = Core()
-
-
-def test_the_module_around_may_multiply_by_the_scale():
-    model, x = Around(), torch.randn(B, N, H * D)
-    want = Attention(lambda m, q, k, v: quest(q, k, v))
-    want.load_state_dict(model.state_dict())
-    quest_core.inject(model, "quest", example=x)
-    torch.testing.assert_close(model(x), want(x))
 
 
 class Decoding(Attention):
@@ -898,7 +904,7 @@ class Decoding(Attention):
 
     def steps(self, m, q, k, v):
         tokens = range(1, N + 1)
-        return torch.cat([self.step(q[:, :, i - 1 : i] * D**-0.5, k[:, :, :i], v[:, :, :i]) for i in tokens], 2)
+        return torch.cat([self.step(q[:, :, i - 1 : i], k[:, :, :i], v[:, :, :i]) for i in tokens], 2)
 
 
 def test_a_step_with_one_key_says_no_less_than_the_others():

@@ -17,7 +17,7 @@ from ..errors import InjectionError, UnsupportedError
 from .adapter import Adapter, Site, refusal
 from .following import LEARNED, Flow, Origin
 from .search import UNKNOWN, Frame, Operand, Search, Softmax, contracted, varying
-from .sites import FoundSite, looks_like_attention, norm_note, within
+from .sites import KEPT, FoundSite, looks_like_attention, norm_note, within
 from .universal import Call, Routed
 from .written import Product, Written, WrittenOut
 
@@ -169,7 +169,6 @@ class _Judge:
         batch = {*letters[2]} - over
         split = [s for s in letters[query] if s in batch and s in (q.features or ())]
         product = Product(letters, query, factors, _keeps_factor(q, k, factors, head_dim))
-        product = replace(product, brought=tuple(softmax.owner not in x.frames for x in (q, k)))
         if len(split) == 1 and [*map(len, replace(product, head=split[0]).axes)] == [1] * 5:
             product = replace(product, head=split[0])
         tokens = math.prod(q.sizes[s] for s in letters[query] if s in batch - {*letters[key], *split})
@@ -183,7 +182,7 @@ class _Judge:
             causal=softmax.causal,
             cross=tokens != math.prod(k.sizes[s] for s in over),
             layout=_layout(flow) if over == {*product.axes[3]} else None,
-            note=norm_note(k.norm),
+            note=norm_note(k.norm) or (KEPT if product.normed and factors[0] != 1 else ""),
             query=q.like,
         )
 

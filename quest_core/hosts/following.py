@@ -199,6 +199,8 @@ class Following(TorchFunctionMode):
                 self._project(name, known, out)
         elif name in SCALES:
             self._scale(name, args, kwargs, known, out)
+            if self.places and not self.flows(out) and _only_parameters(found):
+                self.new(out, Origin("parameter", name))
         elif any(flows for _, flows in known):
             for place, result in enumerate(results):
                 self.note(result, self._passed(name, func, args, kwargs, known, result, place))
@@ -241,17 +243,19 @@ class Following(TorchFunctionMode):
                 flows = (Flow(ACTIVATION),)
             times = factor if name == "mul" else 1 / factor
             why = LEARNED if learned else None
-            changed = [f._replace(factor=f.factor * times, odd=f.odd or why) for f in flows]
+            changed = [_marked(f._replace(factor=f.factor * times), why) for f in flows]
         else:
             for flow in flows:
                 kind, why = flow.origin.kind, None
                 if kind == "softmax" and out.numel() > one.numel():
                     flow.origin.uses.append("by entries")
-                if kind == "product" and (learned or self._is_logits(other) or not self._hides(other)):
+                frozen = isinstance(other, nn.Parameter) and not other.requires_grad
+                trained = learned and not frozen
+                if kind == "product" and (trained or self._is_logits(other) or not self._hides(other)):
                     why = LEARNED if learned else "a tensor of factors"
                 elif flow.factor != 1 and any(f.origin is not ACTIVATION for f in self.flows(other)):
                     why = "a factor, and a product after it"
-                changed.append(flow._replace(odd=flow.odd or why))
+                changed.append(_marked(flow, why))
             changed += [
                 f._replace(odd=f.odd or "a quotient" if name == "div" else "a tensor of factors")
                 for f in self.flows(other)
@@ -338,7 +342,8 @@ class Following(TorchFunctionMode):
         writes = any(flows for x, flows in known[1:] if x is not target)
         if writes or (name not in KEEPS and name != "setitem" and self.flows(target._base)):
             flows = self.flows(target._base) or tuple(f for x, flows in known[1:] for f in flows)
-            self.note(target._base, tuple(f._replace(odd=f.odd or f"{name} of a part", entries=None) for f in flows))
+            marked = tuple(_marked(f, f"{name} of a part")._replace(entries=None) for f in flows)
+            self.note(target._base, marked)
 
 
 def number(x: Any) -> float | None:
@@ -439,7 +444,12 @@ def _only_parameters(given: list[Tensor]) -> bool:
 
 def _parted(flow: Flow) -> Flow:
     """Return the flow of a sum or a join, of whose parts one has the factor of `flow`, and another has not."""
-    return flow if flow.odd else flow._replace(odd=PART, factor=1.0)
+    return flow._replace(odd=PART, factor=1.0) if flow.odd in (None, PART) else flow
+
+
+def _marked(flow: Flow, why: str | None) -> Flow:
+    """Return a flow that is odd for a reason, if it is not for another; a part with a factor gives way to it."""
+    return flow._replace(odd=why) if why and flow.odd in (None, PART) else flow
 
 
 def _odd(flow: Flow, name: str) -> Flow:
@@ -448,7 +458,7 @@ def _odd(flow: Flow, name: str) -> Flow:
         return flow
     if name in BY_HAND and flow.origin.kind == "product" and flow.origin.number < 0:  # its `odd` only names the product
         return flow._replace(odd=name)
-    return flow._replace(odd=flow.odd or name)
+    return _marked(flow, name)
 
 
 def _widen(flow: Flow, out: Tensor) -> Flow:

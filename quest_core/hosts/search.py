@@ -88,7 +88,6 @@ class Operand:
     seen: tuple[float, float] | None = None  # sums that other values do not have
     like: Tensor | None = None  # without values: has the device and the type
     separable: bool = True  # whether the factor is on all of it
-    frames: tuple[Frame, ...] = ()  # the modules that were running when it was projected
 
 
 UNKNOWN = Operand({}, None, None, None)
@@ -177,20 +176,14 @@ class Search(Following):
         elif name == SOFTMAX:
             self._softmax(args, kwargs, out)
         elif isinstance(out, Tensor) and (
-            name in OTHER_PRODUCTS
-            or (name in PRODUCTS and self._are_projected([*tensors(args)]))
-            or (name == "linear" and len(args) > 1 and self._are_projected(args[:2]))
+            name in OTHER_PRODUCTS or (name in PRODUCTS and self._are_projected([*tensors(args)]))
         ):
-            self.new(out, Origin("product", name), odd=name)
+            self.new(out, Origin("product", name, frames=tuple(self.running)), odd=name)
         else:
             self.follow(name, func, args, kwargs, out)
             if name == "mul" and isinstance(out, Tensor):
                 self._by_entries(args, out)
         return out
-
-    def new(self, x: Tensor, origin: Origin, factor: float = 1.0, odd: str | None = None, also: Flows = ()) -> None:
-        origin.frames = tuple(self.running)
-        super().new(x, origin, factor, odd, also)
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> None:
         frame = self.running[-1]
@@ -211,7 +204,7 @@ class Search(Following):
         for x in pair:
             self._spelled(x)
         if self._are_projected(pair):
-            origin = Origin("product", "mul")
+            origin = Origin("product", "mul", frames=tuple(self.running))
             self.new(out, origin, odd="a sum of products by entries", also=self.flows(out))
 
     def _are_projected(self, pair: Sequence[Tensor]) -> bool:
@@ -225,7 +218,7 @@ class Search(Following):
                 self.by_hand.setdefault(flow.origin.frames[-1].path, flow.odd)
 
     def _product(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
-        origin = Origin("product", name, len(self.products))
+        origin = Origin("product", name, len(self.products), frames=tuple(self.running))
         self.products.append(origin)
         parts = operands(name, args, kwargs)
         if parts is None:
@@ -260,8 +253,7 @@ class Search(Following):
         if flow is not None and flow.entries is not None and flow.origin.axis is not None:
             features = {s for i, s in enumerate(own) if flow.origin.axis in varying(flow, i)}
         sizes, factor = dict(zip(own, x.shape, strict=True)), factor_of(self.flows(x), sums=True)
-        more: Any = {"like": x.new_empty(0), "frames": () if flow is None else flow.origin.frames}
-        more["separable"] = factor_of(self.flows(x)) is not None
+        more: Any = {"like": x.new_empty(0), "separable": factor_of(self.flows(x)) is not None}
         if not may_read(x, waits=True):
             return Operand(sizes, features, factor, None, **more)
         wide = x.detach().double()

@@ -158,6 +158,9 @@ def common_norm(vectors: Tensor, tolerance: float) -> float | None:
     return mean if norms.std().item() < tolerance * mean else None
 
 
+KEPT = "the host multiplies queries or keys by factors of its own, which stay"
+
+
 def norm_note(norm: float | None) -> str:
     """Return a remark for the report on keys that all have one norm."""
     return "" if norm is None else f"the host's keys have norm {norm:.3g} already, so unit keys change only the scale"
@@ -184,7 +187,8 @@ def within(path: str, others: Iterable[str]) -> bool:
 
 def looks_like_attention(module: nn.Module) -> bool:
     """Return whether a module is attention by its class, or has a number of heads and at least two projections."""
-    if isinstance(module, nn.MultiheadAttention) or re.search(r"attention$|attn$", type(module).__name__, re.I):
+    kind = getattr(module, "original_name", type(module).__name__)  # of a scripted or traced module
+    if isinstance(module, nn.MultiheadAttention) or re.search(r"attention$|attn$", kind, re.I):
         return True
     linear = sum(map(is_linear, module.children()))
     return linear > 1 and any(isinstance(vars(module).get(name), int) for name in HEADS)

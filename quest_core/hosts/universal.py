@@ -36,6 +36,7 @@ from ..ops import hides_the_future, plain_mask
 from ..projections import HeadSizes
 from .adapter import Capabilities, mechanism_for
 from .sites import (
+    KEPT,
     FoundSite,
     beyond_operands,
     common_norm,
@@ -93,9 +94,8 @@ class Call:
         whole = self.scale_of(self.head_dim) * math.sqrt(self.head_dim)
         if of_q is not None and of_k is not None and math.isclose(of_q * of_k * whole, 1, rel_tol=1e-2):
             return replace(self, factors=(of_q, of_k))
-        if (separable and of_q == of_k == 1) or (not separable and math.isclose(whole, 1, rel_tol=1e-2)):
-            return self
-        return replace(self, note="the host multiplies queries or keys by factors of its own, which stay")
+        plain = {of_q, of_k} <= {None, 1}
+        return self if plain and (separable or math.isclose(whole, 1, rel_tol=1e-2)) else replace(self, note=KEPT)
 
     def sizes(self, config: AttentionConfig) -> HeadSizes:
         """Return the sizes of the heads that `config` asks for."""

@@ -74,7 +74,6 @@ class Product:
         factors: by which the host multiplies q, k and the product.
         normed: the host normalizes q, so that its factor on q is a part of q and stays.
         head: the letter of the axis of heads, if it is known.
-        brought: whether q and k were projected outside of the module, where their factors may stand too.
         roles: the places of q and k; empty if `query` is None.
         axes: the letters of batch, heads, queries, keys and features; empty if `query` is None.
         turns: how q and k are turned.
@@ -85,7 +84,6 @@ class Product:
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
     normed: bool = False
     head: str | None = None
-    brought: tuple[bool, ...] = field(default=(False, False), compare=False)
     roles: tuple[int, ...] = field(init=False, compare=False, default=())
     axes: tuple[str, ...] = field(init=False, compare=False, default=())
     turns: tuple[_Turn, ...] = field(init=False, compare=False, default=())
@@ -273,13 +271,10 @@ class _Preparing(Following):
 
     def _compare_factors(self, product: Product, pair: list[Tensor]) -> None:
         """Raise UnsupportedError if the host multiplies an operand by another factor than in the example."""
-        for i, what in enumerate(("queries", "keys")):
-            role, factor = product.roles[i], product.factors[i]
+        for role, factor, what in zip(product.roles, product.factors, ("queries", "keys"), strict=False):
             given = factor_of(self.flows(pair[role]), sums=True)
             if given is None and factor == 1:
                 continue  # nothing is undone
-            if given == 1 and product.brought[i]:
-                continue  # a module around this one multiplied by it, unseen from here
             if given is None:
                 self._refuse(f"multiplies its {what} by a number and changes them after that, unlike in the example")
             elif not _same(given, factor):
