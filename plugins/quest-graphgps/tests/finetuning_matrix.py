@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+import quest_graphgps  # noqa: F401  # first, as `quest run` has it: it changes what GraphGPS imports from itself
+
 sys.path.insert(0, os.getcwd())  # GraphGPS, which is run from its checkout
 
 import graphgps  # noqa: F401
@@ -16,7 +18,6 @@ from torch_geometric.graphgym.checkpoint import save_ckpt
 from torch_geometric.graphgym.config import cfg, set_cfg
 from torch_geometric.graphgym.model_builder import create_model
 
-import quest_graphgps  # noqa: F401
 from devtools import matrix
 
 FOLDER = sys.argv[1]
