@@ -163,7 +163,11 @@ class Request:
             raise ConfigError(f"{where} has no option {misplaced[0]!r}; write attention={inner!r}")
         if not isinstance(partial, bool | None):
             raise ConfigError(f"{where}: allow_partial={partial!r} must be true or false")  # a text is true in Python
-        return cls(config, None if trained is None else AttentionConfig.parse(trained), bool(partial))
+        try:
+            source = None if trained is None else AttentionConfig.parse(trained)
+        except ConfigError as error:  # which speaks of an attention, and another key has that name
+            raise ConfigError(f"attention_from={trained!r}: {error}") from None
+        return cls(config, source, bool(partial))
 
     def apply(
         self, model: nn.Module, adapter: str | Adapter | Sequence[str | Adapter] | None, *, fresh: bool = True

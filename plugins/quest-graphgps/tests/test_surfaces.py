@@ -168,7 +168,11 @@ WRONG = [
         "gt.attention: attention_from='quest' is given without attention; .*='standard'",
     ),
     ("gnn.allow_partial True", ConfigError, "gnn.attention: allow_partial=True is given without attention"),
-    ("gt.attention gqa gt.attention_from gq", ConfigError, "gt.attention: 'gq' is not a mechanism; .*'gqa'"),
+    (
+        "gt.attention gqa gt.attention_from gq",
+        ConfigError,
+        "gt.attention_from='gq': .*'gq' is not a mechanism; .*'gqa'",
+    ),
     ("gt.attention quest gnn.attention qnorm", ConfigError, "two keys choose the attention"),
     ("gt.attention quest gt.layer_type GINE+Performer", UnsupportedError, "Performer has no attention"),
     ("gt.attention quest gt.layer_type GINE+BigBird", UnsupportedError, "BigBird has no attention"),
