@@ -3,6 +3,7 @@
 import pytest
 import torch
 from allocations import allocated
+from torch.overrides import TorchFunctionMode
 
 from quest_core.mechanisms import naive as reference
 from quest_core.ops import unit
@@ -118,3 +119,20 @@ def test_results_lie_in_the_order_of_a_projection():
             assert out.stride() == stride
         for grad in grads:
             assert torch.autograd.grad(out, leaf, grad, retain_graph=True)[0].stride() == stride
+
+
+def test_a_float32_vector_takes_three_calls_of_pytorch():
+    names = []
+
+    class Calls(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            names.append(getattr(func, "__name__", ""))
+            return func(*args, **(kwargs or {}))
+
+    with Calls():
+        unit(torch.ones(2, 3))
+    assert [x for x in names if x not in ("__get__", "dim", "is_contiguous", "ones")] == [
+        "linalg_vector_norm",
+        "threshold",
+        "div",
+    ]
