@@ -147,14 +147,18 @@ def test_attention_at_the_top_level_of_a_config_is_refused():
     assert not hasattr(quest, "cfg")
 
 
-def test_an_inferencer_refuses_a_key_that_nothing_reads():
-    """It does not set `cfg` of the model, as `init_model` does."""
+def stock_inferencer(weights=None, **options):
     meta = {"classes": list("abcde"), "palette": [[0, 0, 0]] * CLASSES}
     pipeline = [{"type": "LoadImageFromFile"}, {"type": "PackSegInputs"}]
     dataset = {"type": "BaseSegDataset", "metainfo": meta, "pipeline": pipeline}
-    made = {"model": segmenter(), "default_scope": "mmseg", "test_pipeline": pipeline, "attention": "quest"}
+    made = {"model": segmenter(), "default_scope": "mmseg", "test_pipeline": pipeline, **options}
+    return MMSegInferencer(Config({**made, "test_dataloader": {"dataset": dataset}}), weights, device="cpu")
+
+
+def test_an_inferencer_refuses_a_key_that_nothing_reads():
+    """It does not set `cfg` of the model, as `init_model` does."""
     with pytest.raises(ConfigError, match="top level .* the model has mmseg's own attention; write model.attention"):
-        MMSegInferencer(Config({**made, "test_dataloader": {"dataset": dataset}}), device="cpu")
+        stock_inferencer(attention="quest")
 
 
 class TimmAttention(nn.Module):
@@ -480,7 +484,7 @@ def test_flop_counters_count_the_fused_attention(attention):
 
 
 def test_mmsegs_loaders_do_not_put_another_attention_into_a_stock_model(tmp_path):
-    """load_checkpoint and init_model only log the keys that a model does not have."""
+    """They only log the keys that a model does not have."""
     own = build(attention="quest")
     torch.save({"state_dict": own.state_dict(), "meta": {}}, tmp_path / "quest.pth")
     stock = build(seed=1)
@@ -491,3 +495,5 @@ def test_mmsegs_loaders_do_not_put_another_attention_into_a_stock_model(tmp_path
     config = Config({"model": segmenter(), "test_pipeline": [], "test_dataloader": {"dataset": {"type": "x"}}})
     with pytest.raises(CheckpointError):
         init_model(config, str(tmp_path / "quest.pth"), device="cpu")
+    with pytest.raises(CheckpointError, match="trained with attention 'quest', and the model has mmseg's own"):
+        stock_inferencer(str(tmp_path / "quest.pth"))
