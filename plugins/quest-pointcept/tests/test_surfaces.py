@@ -117,6 +117,15 @@ def test_each_part_has_an_attention_of_its_own(attention, encoder, decoder, caps
         segmentation(attention="qnorm").load_state_dict(model.state_dict())
 
 
+@pytest.mark.parametrize("attention", ["quest+gqa(kv_heads=4)", {"dec": "quest+gqa(kv_heads=4)"}])
+def test_heads_that_do_not_fit_are_an_error_that_says_what_fits_all_stages(attention):
+    stages = {"decoder_depths": (1, 1), "decoder_channels": (16, 24), "decoder_num_heads": (2, 6), "strides": (2, 2)}
+    encoder = {"encoder_depths": (1, 1, 1), "encoder_channels": (16, 32, 48), "encoder_num_heads": (4, 4, 12)}
+    patches = {"encoder_patch_size": (8,) * 3, "decoder_patch_size": (8,) * 2}
+    with pytest.raises(ConfigError, match=r"layers of 2,.* 6.* heads: all of them take kv_heads=1, 2 .*ratio=1, 2 "):
+        segmentation(attention=attention, **stages, **encoder, **patches)
+
+
 @pytest.mark.parametrize(
     ("attention", "options", "capability", "kernel"),
     [

@@ -132,17 +132,20 @@ class Asked:
         return cls(requests, batches)
 
     def roots(self, model: nn.Module, adapter: Adapter, stages: int) -> dict[str, Request]:
-        """Return the module of each stage -> what it gets; the model itself if all of it gets one attention."""
+        """Return modules -> what they get: the model itself, its encoder and decoder, or each stage."""
         if "" in self.parts:
             return {"": self.parts[""]}
         found = {}
         for site in adapter.sites(model):
             stage = re.match(r"(enc|dec)(?:\.\1|oder\.blocks\.)(\d+)(?=\.)", site.path)
             assert stage is not None  # the models of `MODELS` with stages have no others
+            if "enc" in self.parts:  # whole, so that an error about its numbers of heads speaks of all its stages
+                found[site.path.partition(".")[0]] = self.parts[stage[1]]
+                continue
             number = int(stage[2])
             if stage[0].startswith("decoder"):  # torch-pointcloud's begins with the coarsest
                 number = stages - 2 - number
-            found[stage[0]] = self.parts[stage[1] if "enc" in self.parts else str(number)]
+            found[stage[0]] = self.parts[str(number)]
         return found
 
     def apply(self, model: nn.Module, adapter: Adapter, stages: int) -> None:
