@@ -205,9 +205,8 @@ def test_a_mapping_in_a_yaml_says_what_to_write(text, tmp_path):
 
 def test_errors_name_the_keys_of_the_config(tmp_path, monkeypatch):
     monkeypatch.setitem(register.network_dict, "partial", Partial)
-    load(tmp_path, SMALL, "model.type", "partial", "gnn.attention", "quest")
     with pytest.raises(InjectionError, match=r"'pool' \(PoolingAttention\).*say gnn.allow_partial: True"):
-        create_model(dim_in=3, dim_out=2)
+        load(tmp_path, SMALL, "model.type", "partial", "gnn.attention", "quest")
     load(tmp_path, SMALL, "gt.attention", "quest", "out_dir", str(tmp_path))
     save_ckpt(create_model(dim_in=3, dim_out=2))
     cfg.gt.attention = "qnorm"
@@ -233,20 +232,32 @@ def test_yaml_takes_the_text(section, written, tmp_path):
     assert requested(again) == requested(cfg)
 
 
-def test_a_network_of_ones_own_takes_gnn_attention():
-    """Without GraphGPS: a registered network of GPSConv layers."""
+class Own(nn.Module):
+    """A registered network of GPSConv layers, which writes to the config as some encoders of GraphGPS do."""
 
-    class Own(nn.Module):
-        def __init__(self, dim_in, dim_out):
-            super().__init__()
-            self.convs = nn.ModuleList(GPSConv(dim_in, None, heads=1) for _ in range(2))
+    def __init__(self, dim_in, dim_out):
+        super().__init__()
+        cfg.gnn.dim_edge = dim_in
+        self.convs = nn.ModuleList(GPSConv(dim_in, None, heads=3) for _ in range(2))
 
-    register.register_network("own", Own)
-    try:
-        model = build("model.type", "own", "gnn.attention", "quest")
-    finally:
-        del register.network_dict["own"]
+
+def test_a_network_of_ones_own_takes_gnn_attention(monkeypatch):
+    monkeypatch.setitem(register.network_dict, "own", Own)
+    model = build("model.type", "own", "gnn.attention", "quest")
     assert [r.path for r in model.attention_report.replacements] == ["convs.0.attn", "convs.1.attn"]
+
+
+def test_load_cfg_refuses_what_a_network_of_ones_own_cannot_have(tmp_path, monkeypatch, capfd):
+    """After load_cfg, PyTorch Geometric's main deletes the folder of an earlier run."""
+    monkeypatch.setitem(register.network_dict, "own", Own)
+    plain, state = "model: {type: own}", torch.get_rng_state()
+    for attention, said in (("quest(kv_heads=2)", "not divide the 3 heads"), ("aft-full", "ordered tokens")):
+        with pytest.raises(quest_core.QuestError, match=said):
+            load(tmp_path, plain, "gnn.attention", attention)
+    load(tmp_path, plain, "gnn.attention", "quest")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert "dim_edge" not in cfg.gnn
+    assert not capfd.readouterr().err
 
 
 @pytest.mark.parametrize("name", CONFIGS)

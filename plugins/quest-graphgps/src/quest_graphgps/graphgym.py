@@ -16,13 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from torch import nn
 
 from quest_core.checkpoints import ENTRY
 from quest_core.errors import CheckpointError, ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Site, require
-from quest_core.hosts.inject import KEYS, Request
+from quest_core.hosts.inject import KEYS, Request, rehearse
 from quest_core.registry import mechanisms
 
 from . import watching
@@ -34,6 +35,8 @@ REGISTERED = "quest"
 """The name of `declare` among GraphGym's registered configs."""
 NO_SITE = ("Performer", "BigBird", "SANTransformer", "None")
 """Models, and second halves of gt.layer_type, whose attention cannot be replaced."""
+FEATURES = 3360
+"""Features of a network that is built to be checked: the data say how many, and this number has many divisors."""
 
 Stock = Callable[..., Any]
 
@@ -181,10 +184,31 @@ def _check_when_merged(adapter: Adapter, stock: Stock, cfg: Any) -> None:
         site = Site("", attn, attn.num_heads, attn.head_dim, needs, fresh=True)
         require(adapter, site, asked.attention)
         adapter.replace(site, asked.attention)
+    elif asked and not (cfg.get("pretrained") or {}).get("dir"):  # whose config will name another network
+        _rehearse(asked, cfg)
     if asked and "name_tag" in cfg:  # of GraphGPS, whose main names the folder by it
         tag = _tag(asked)
         if not cfg.name_tag.endswith(tag):
             cfg.name_tag = f"{cfg.name_tag}-{tag}".lstrip("-")
+
+
+def _rehearse(asked: Request, cfg: Any) -> None:
+    """Build the network of a config without memory, to raise what it cannot have; a network may write to the config."""
+    from torch_geometric.graphgym.register import network_dict
+
+    def build() -> None:
+        with torch.device("meta"):
+            model = network_dict[cfg.model.type](dim_in=FEATURES, dim_out=FEATURES)
+        asked.apply(model, None)
+
+    kept = cfg.clone()
+    with _own_words(cfg):
+        try:
+            rehearse(build)
+        finally:
+            if cfg != kept:
+                cfg.clear()
+                cfg.update(kept)
 
 
 def _name_after_attention(stock: Stock, out_dir: str, fname: str) -> None:
