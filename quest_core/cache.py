@@ -89,7 +89,7 @@ class Cache:
             new = (x.shape[0], x.shape[1], x.shape[3], x.dtype, x.device)
             old = self._shapes.get(name, new)
             if self.tokens and old != new:
-                meanings = ("a batch of {}", "{} heads", "{} features a head", "type {}", "device {}")
+                meanings = ("a batch of {}", "{} heads", "{} features per head", "type {}", "device {}")
                 text, have, got = next(x for x in zip(meanings, old, new, strict=True) if x[1] != x[2])
                 raise InputError(
                     f"the cache holds {text.format(have)}, the new tokens are {got} ({name} of attention "

@@ -57,7 +57,7 @@ def explain(text: str) -> int:
 
 
 def check(text: str) -> int:
-    """Test what a mechanism declares, and print a row a check; returns 0 if it keeps all of it, else 1."""
+    """Test what a mechanism declares, and print a row per check; returns 0 if it keeps all of it, else 1."""
     from ..testing.mechanisms import brief, check_mechanism  # here, because they import torch.distributed.tensor
     from ..testing.truth import missing
 

@@ -74,7 +74,7 @@ class AdapterConformance(ABC):
         adapter: the adapter under test.
         sites: the number of attention modules in the model of `make_model`.
         mechanisms: mechanisms that the host must honour.
-        refused: mechanisms that this host must refuse by name.
+        refused: mechanisms for which this host must raise an error that names them.
         autocasts: whether the host's own model runs under autocast to bfloat16 on a CPU.
         compiles: whether the host's own model can be compiled; an adapter must not take that away.
         pickles: whether the host's own model can be pickled.
