@@ -254,7 +254,7 @@ def test_load_cfg_refuses_what_a_network_of_ones_own_cannot_have(tmp_path, monke
     for attention, said in (("quest(kv_heads=2)", "not divide the 3 heads"), ("aft-full", "ordered tokens")):
         with pytest.raises(quest_core.QuestError, match=said):
             load(tmp_path, plain, "gnn.attention", attention)
-    load(tmp_path, plain, "gnn.attention", "quest")
+    load(tmp_path, plain, "gnn.attention", "quest(init=2)")
     assert torch.equal(torch.get_rng_state(), state)
     assert "dim_edge" not in cfg.gnn
     assert not capfd.readouterr().err
