@@ -137,7 +137,12 @@ def test_list_and_check(capsys):
     listed = capsys.readouterr().out
     assert all(name in listed for name in quest_core.list_mechanisms())
     assert cli.main(["check", "quest+gqa(kv_heads=4)"]) == 0
-    assert "kv_heads = 4" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "kv_heads = 4" in said
+    assert "narrow heads: on text, unit keys were worse" in said
+    assert "results/widths/" in said
+    assert cli.main(["check", "standard"]) == 0
+    assert "narrow" not in capsys.readouterr().out
     assert cli.main(["check", "qest"]) == 2
     assert "did you mean 'quest'?" in capsys.readouterr().err
 

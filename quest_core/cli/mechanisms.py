@@ -7,6 +7,7 @@ import math
 import torch
 
 from ..config import AttentionConfig
+from ..hosts.inject import NARROW_HEADS
 from ..mechanism import Mechanism
 from ..registry import Component, mechanisms, owner, packages
 
@@ -53,6 +54,8 @@ def explain(text: str) -> int:
     print(*(refused or ["  refuses nothing that a host may ask for"]), sep="\n")
     shapes = [part.name for part in config.components if part.learnable]
     print(f"  parameters: {'added by ' + ', '.join(shapes) if shapes else 'none of its own'}")
+    if any(part.unit_keys for part in config.components):
+        print(f"  narrow heads: {NARROW_HEADS}")
     return 0
 
 

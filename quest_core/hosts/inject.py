@@ -37,9 +37,13 @@ KEYS = ("attention", "attention_from", "allow_partial")
 """What every host's configuration calls the arguments of `inject`."""
 KEY_NORM = re.compile(r"q?k_?(layer_?)?norm|key_?(layer_?)?norm|norm_?(k|key)|ln_k|k_ln", re.IGNORECASE)
 """Names of the modules by which hosts normalize keys."""
-NARROW = 4
-"""Features of a head up to which unit keys were worse than standard attention on text."""
-WIDTHS = "https://quest-attention.github.io/quest/results/widths/"
+NARROW = 8
+"""Features of a head up to which reports have a remark on unit keys."""
+NARROW_HEADS = (
+    "on text, unit keys were worse than standard in heads of 4 features, and not shown to be in heads of 8 "
+    "(https://quest-attention.github.io/quest/results/widths/)"
+)
+"""What was measured of unit keys in narrow heads."""
 GUIDE = "https://quest-attention.github.io/quest/writing-an-adapter/"
 
 
@@ -429,7 +433,9 @@ def _row(config: AttentionConfig, owner: Adapter, site: Site, made: nn.Module, *
     before, after = (sum(p.numel() for p in one.parameters()) for one in (site.module, made))
     note = site.note
     if not note and any(part.unit_keys for part in config.components):
-        note = _normed(site) or _narrow(site)
+        note = _normed(site)
+        if not note and site.head_dim <= NARROW:
+            note = f"heads have {site.head_dim} features; {NARROW_HEADS}"
     return Replacement(site.path, type(site.module).__name__, owner.name, before, after, note, norms)
 
 
@@ -446,13 +452,6 @@ def _normed(site: Site) -> str:
             )
         return f"the host's {name} normalizes keys over all heads, and unit keys normalize those of each head after it"
     return ""
-
-
-def _narrow(site: Site) -> str:
-    """Return what was measured of unit keys in narrow heads; "" for heads of usual width."""
-    if site.head_dim > NARROW:
-        return ""
-    return f"heads have {site.head_dim} features; with 4, unit keys were worse than standard on text ({WIDTHS})"
 
 
 def _query_norms(parts: list[Projected]) -> tuple[float, ...]:

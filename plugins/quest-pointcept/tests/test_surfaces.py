@@ -142,7 +142,9 @@ def test_the_report_says_which_kernel_runs(attention, options, capability, kerne
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     kind = {**ENCODER, **options, "encoder_channels": (16, 32)}
-    assert f"kernel={kernel}" in str(PointTransformerV3Encoder(**kind, attention=attention).attention_report)
+    report = str(PointTransformerV3Encoder(**kind, attention=attention).attention_report)
+    assert f"kernel={kernel}" in report
+    assert ("; heads have 8 features; on text" in report) == (attention == "quest")
 
 
 def test_calibration_after_a_checkpoint_is_loaded(tmp_path, capsys):

@@ -155,8 +155,8 @@ class Asked:
             _, report = inject(model.get_submodule(root), adapter=adapter, fresh=True, **vars(request))
             reports.append(report)
             rows += [replace(row, path=f"{root}.{row.path}".strip(".")) for row in report.replacements]
-        kernels = [f"kernel={model.get_submodule(row.path).kernel}" for row in rows]
-        rows = [replace(row, note=kernel) for row, kernel in zip(rows, kernels, strict=True)]
+        kernels = [f"kernel={model.get_submodule(row.path).kernel}; " for row in rows]
+        rows = [replace(row, note=(x + row.note).removesuffix("; ")) for row, x in zip(rows, kernels, strict=True)]
         said = "; ".join(f"{name}: {one.attention}".removeprefix(": ") for name, one in self.parts.items())
         left = tuple(path for report in reports for path in report.left_alone)
         whole = Report(said, tuple(rows), left, any(report.started for report in reports))

@@ -6,7 +6,6 @@ everywhere. `change_host` therefore wraps methods of classes where it can. A not
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 from collections.abc import Iterable
@@ -15,7 +14,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from quest_core.config import AttentionConfig
-from quest_core.hosts.adapter import Adapter, HostAttention, Site
+from quest_core.hosts.adapter import Adapter, Site
 from quest_core.hosts.torch import TorchAdapter
 
 from .layers import (
@@ -41,8 +40,6 @@ REPLACEMENTS: dict[str, type[Replacement]] = {
     "tsai.models.ConvTranPlus.Attention_Rel_Vec": ConvTranAttention,
 }
 """Host class -> its replacement."""
-SHOWN = 16
-"""Features per head in this project's comparisons of quest on time series, and in the paper's."""
 
 
 class TsaiAdapter(Adapter):
@@ -58,12 +55,6 @@ class TsaiAdapter(Adapter):
         homes = [] if own else [m for m in model.modules() if type(m).__module__.startswith("tsai.")]
         torchs = (s for s in TorchAdapter().sites(model) if any(s.module in home.modules() for home in homes))
         return own or torchs
-
-    def site(self, path: str, module: nn.Module, kind: type[HostAttention], model: nn.Module) -> Site:
-        """Return the site of one module, with a remark where its heads are narrow."""
-        made = super().site(path, module, kind, model)
-        remark = f"heads of {made.head_dim} features; quest is not shown to be better with fewer than {SHOWN}"
-        return dataclasses.replace(made, note=remark if made.head_dim < SHOWN else "")
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         """Return the draft of the host's module around another mechanism; see quest_tsai.layers."""
