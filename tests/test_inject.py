@@ -5,6 +5,7 @@ import logging
 import re
 import weakref
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -429,10 +430,12 @@ def test_a_partial_replacement_must_be_meant():
 
 def test_an_adapter_says_what_stays_by_design():
     class Declaring(TorchAdapter):
-        leaves_alone = frozenset({"OddAttention"})
+        leaves_alone: ClassVar = {"OddAttention": "it only gates"}
 
-    model = nn.Sequential(nn.MultiheadAttention(8, 2), OddAttention())
-    assert quest_core.inject(model, "quest", adapter=Declaring())[1].left_alone == ("1",)
+    model = nn.Sequential(nn.MultiheadAttention(8, 2), OddAttention(), OddAttention())
+    report = quest_core.inject(model, "quest", adapter=Declaring())[1]
+    assert report.left_alone == ("1", "2")
+    assert "; not replaced (it only gates): 1, 2" in str(report)
 
 
 # --- what a host's configuration asks for -----------------------------------------------------------------------------

@@ -313,9 +313,10 @@ class Adapter(ABC):
         """Return whether a module that stays is attention, though neither its name nor its layers say so."""
         return False
 
-    leaves_alone: ClassVar[frozenset[str]] = frozenset()
+    leaves_alone: ClassVar[frozenset[str] | Mapping[str, str]] = frozenset()
     """Class names of attention modules of this host that stay as they are by design, such as deformable attention in a
-    pixel decoder. They are reported; any other that stays is an error, unless `inject` gets `allow_partial`."""
+    pixel decoder; a mapping says why, and the report repeats it. Any other that stays is an error, unless `inject` gets
+    `allow_partial`."""
     kernels_attend: ClassVar[bool] = True
     """Whether code that no function of PyTorch shows, such as a compiled kernel, may be attention where no softmax is
     seen. An adapter says False if it knows all attention functions of the host; such modules then keep their class."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -67,14 +68,16 @@ class Report:
     Attributes:
         attention: the mechanism, as AttentionConfig writes it.
         replacements: one entry a replaced module, in the order of the forward pass.
-        left_alone: paths of modules that look like attention and that no adapter knew.
+        left_alone: paths of modules that look like attention and that were not replaced.
         started: whether options of the attention set the norms of queries or keys.
+        reasons: why each of `left_alone` stays, where its adapter says it.
     """
 
     attention: str
     replacements: tuple[Replacement, ...]
     left_alone: tuple[str, ...] = ()
     started: bool = False
+    reasons: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         before = sum(r.parameters_before for r in self.replacements)
@@ -82,7 +85,10 @@ class Report:
         kinds = sorted({r.host_class for r in self.replacements})
         count = len(self.replacements)
         size = f"{before:,} parameters as before" if before == after else f"{before:,} -> {after:,} parameters"
-        others = f"; not replaced: {', '.join(self.left_alone)}" if self.left_alone else ""
+        left: dict[str, list[str]] = {}
+        for path, why in itertools.zip_longest(self.left_alone, self.reasons, fillvalue=""):
+            left.setdefault(f" ({why})" * bool(why), []).append(path)
+        others = "".join(f"; not replaced{why}: {', '.join(paths)}" for why, paths in left.items())
         others += "".join(f"; {note}" for note in dict.fromkeys(r.note for r in self.replacements if r.note))
         norms = [norm for r in self.replacements for norm in r.query_norms]
         if norms and self.started:
@@ -258,7 +264,10 @@ def inject(
     chosen = [(owner, replace(site, fresh=fresh)) for owner, site in found]
     if not chosen:
         raise InjectionError(_nothing_found(model, adapters, finding, ran=example is not None))
-    by_design = frozenset(name for owner in adapters for name in owner.leaves_alone)
+    by_design: dict[str, str] = {}
+    for owner in adapters:
+        names = owner.leaves_alone
+        by_design |= names if isinstance(names, Mapping) else dict.fromkeys(names, "")
     others = {m for m in model.modules() if type(m).__name__ in by_design or any(a.attends(m) for a in adapters)}
     left = finding.missed | unknown_attention(
         model, [site.path for _, site in chosen], lambda module: module in others or looks_like_attention(module)
@@ -287,7 +296,8 @@ def inject(
         owner.connect(model, drafts)
     scaled = _scaled(config, chosen, made) if fresh else []
     rows = [_row(config, owner, site, one, fresh=fresh) for (owner, site), one in zip(chosen, made, strict=True)]
-    report = Report(str(config), tuple(rows), tuple(left), bool(scaled))
+    reasons = tuple(by_design.get(type(module).__name__, "") for module in left.values())
+    report = Report(str(config), tuple(rows), tuple(left), bool(scaled), reasons)
     changed = {origin_of(inner): type(inner) for one in drafts.values() for inner in drafts_in(one)}
     _refuse_kept_methods(model, changed)
     trained = None if attention_from is None else AttentionConfig.parse(attention_from)

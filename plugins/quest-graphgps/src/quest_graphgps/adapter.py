@@ -42,8 +42,8 @@ class GraphGPSAdapter(TorchAdapter):
     replacements: ClassVar[Mapping[str, type[HostAttention]]] = {
         "torch_geometric.nn.conv.transformer_conv.TransformerConv": EdgeAttention
     }
-    leaves_alone = frozenset(  # they add, no q·k
-        {"GATConv", "GATv2Conv", "SuperGATConv", "FusedGATConv", "HANConv", "RGATConv"}
+    leaves_alone: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("GATConv", "GATv2Conv", "SuperGATConv", "FusedGATConv", "HANConv", "RGATConv"), "additive attention, no q·k"
     )
 
     def replacement(self, module: nn.Module) -> type[HostAttention] | None:
