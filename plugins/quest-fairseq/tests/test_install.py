@@ -1,6 +1,7 @@
 """What install() changes, what uninstall() restores, and what is refused or reported before anything is trained."""
 
 import argparse
+import json
 import logging
 import re
 import subprocess
@@ -13,6 +14,7 @@ from fairseq import models
 from omegaconf import OmegaConf
 
 import quest_core
+from devtools.wrong import WRONG as COMMON
 from quest_fairseq import FairseqAdapter
 
 SMALL = ["--decoder-layers", "1", "--decoder-embed-dim", "16", "--decoder-attention-heads", "4"]
@@ -45,9 +47,25 @@ def test_uninstall_restores_fairseq(uninstalled):
 # --- fail early -----------------------------------------------------------------------------------------------------
 
 
+SHARED = [(given, said) for given, said in COMMON if "attention" in given and "allow_partial" not in given]
+"""Without those that argparse and hydra refuse themselves, or that are right because the attention has a default."""
+
+
+def words(given):
+    """The options of a mapping as words of a command line."""
+    values = {
+        key: value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+        for key, value in given.items()
+    }
+    return " ".join(f"--{key.replace('_', '-')}={value}" for key, value in values.items())
+
+
 WRONG = {
-    "quest_transformer_lm --attention qwest": "did you mean 'quest'",
-    "quest_transformer_lm --attention-from standart": "did you mean 'standard'",
+    **{
+        f"quest_transformer_lm {words(given)}": said
+        for given, said in SHARED
+        if isinstance(given["attention"], (str, dict))  # all else is text here
+    },
     "quest_transformer_lm_wiki103 --attention qwest": "did you mean 'quest'",
     "quest_transformer_lm --attention elliptical --decoder-layerdrop 0.1": "--decoder-layerdrop 0",
     "quest_transformer_lm --attention-decoder elliptical --decoder-layerdrop 0.1": "decoder_layerdrop",
@@ -102,17 +120,18 @@ def hydra(tools, folder, data, change):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"model": {"attention": "qwest"}}, "did you mean 'quest'"),
         ({"attention": "quest"}, "Key 'attention' not in 'FairseqConfig'"),
         ({"model": {"_name": "transformer_lm", "attention": "quest"}}, "Key 'attention' not in"),
         (
             {"model": {"_name": "transformer"}},
             "'transformer' does not read attention='quest'.*did you mean 'quest_transformer'",
         ),
+        ({"model": {"attention": "elliptical", "decoder_layerdrop": 0.1}}, "set decoder_layerdrop to 0"),
+        *(({"model": given}, said) for given, said in SHARED),
     ],
     ids=str,
 )
-def test_a_yaml_whose_attention_nothing_reads_is_refused(change, why, tools, lm_data, tmp_path, monkeypatch):
+def test_a_wrong_yaml_is_refused_before_anything_is_made(change, why, tools, lm_data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as caught:  # hydra prints the error
         hydra(tools, tmp_path, lm_data, change)

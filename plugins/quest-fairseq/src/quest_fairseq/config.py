@@ -55,8 +55,8 @@ class Asked:
 
 
 def parse(attention: Any) -> AttentionConfig:
-    """Return the value of an option as a configuration. A mapping in a yaml file arrives as a DictConfig."""
-    return AttentionConfig.parse(OmegaConf.to_container(attention) if isinstance(attention, DictConfig) else attention)
+    """Return the value of an option as a configuration. A yaml file's mapping or list arrives in omegaconf's types."""
+    return AttentionConfig.parse(OmegaConf.to_container(attention) if OmegaConf.is_config(attention) else attention)
 
 
 def read(options: Any) -> Asked:

@@ -22,7 +22,7 @@ from quest_core import AttentionMismatchWarning
 from quest_core.errors import CheckpointError, ConfigError, one_of
 from quest_core.hosts.patching import Patches
 
-from .config import OPTIONS, parse
+from .config import OPTIONS, parse, read
 from .models import BUILDS, load_part
 from .watching import shorten, train_and_watch
 
@@ -46,6 +46,8 @@ def _refuse_early(stock: Callable[..., None], cfg: DictConfig) -> None:
     """Fill in a run's options, which comes before its folder is made, but refuse a wrong attention in them."""
     stock(cfg)
     _refuse_unread(lambda model: None, cfg.model)
+    if getattr(cfg.model, "attention", None) is not None:
+        read(cfg.model)
 
 
 def _refuse_unread(stock: Callable[..., Any], cfg: Any, *arguments: Any, **options: Any) -> Any:
