@@ -1,4 +1,4 @@
-"""time/fairseq: a training step (forward, loss, backward, Adam) of a language model, and decoding, of transformer_lm."""
+"""time/fairseq: a training step (forward, loss, backward, Adam) and decoding of a language model of fairseq."""
 
 from __future__ import annotations
 
