@@ -3,6 +3,7 @@
 import logging
 import re
 import warnings
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,6 +88,12 @@ def test_gps_conv_says_where_options_of_the_attention_belong():
 def test_gps_conv_refuses_by_name(attn_type, attention, error, said):
     with pytest.raises(error, match=said):
         GPSConv(16, None, heads=4, attn_type=attn_type, attn_kwargs={"attention": attention})
+
+
+def test_kdgqa_needs_to_be_asked_for(monkeypatch):
+    monkeypatch.setattr(GraphAttention, "capabilities", replace(GraphAttention.capabilities, independent=False))
+    conv = GPSConv(16, None, heads=4, attn_kwargs={"attention": "kdgqa(kv_heads=2)"})
+    assert str(conv.attn.config) == "kdgqa(kv_heads=2)"
 
 
 def test_plain_inject_finds_the_hosts_and_other_attention():
