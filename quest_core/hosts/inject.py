@@ -25,7 +25,7 @@ from ..mechanisms.elliptical import chain, refuse_repeated, stack_of
 from ..notices import say
 from ..projections import Projected, init_norms, norm_factors
 from ..registry import mechanisms
-from .adapter import Adapter, Site, require
+from .adapter import Adapter, Site, require, sections
 from .finding import Finding
 from .plugins import adapter as find_adapter
 from .plugins import plugins, running_adapters
@@ -184,6 +184,17 @@ class Request:
     ) -> None:
         """Inject into a model that its constructor has just built, and write the report to the host's log."""
         inject(model, adapter=adapter, fresh=fresh, **vars(self))[1].announce()
+
+
+def open_texts(config: Any, options: Iterable[str]) -> None:
+    """Change each attention in a host's nested config from a text to a mapping, if one of `options` is a key of it.
+
+    The options are dotted names, as of a command line. The host raises TypeError for a key of a text.
+    """
+    for path, section in sections(config):
+        for key in KEYS[:2]:
+            if isinstance(section.get(key), str) and any(x.startswith(f"{path}.{key}.".lstrip(".")) for x in options):
+                section[key] = {"name": section[key]}  # type: ignore[index]
 
 
 def check_flag(name: str, value: object) -> None:

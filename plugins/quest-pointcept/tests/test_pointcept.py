@@ -447,6 +447,8 @@ def test_a_config_is_refused_before_a_file_is_written(written, options, why, tmp
     assert not folder.exists()
     path.write_text(CONFIG.format(attention=', attention="quest"', folder=folder))
     assert default_config_parser(str(path), {"model.backbone.attention_from": "standard"}).model.backbone.attention
+    options = {"model.backbone.attention.ratio": 2}  # of a text
+    assert default_config_parser(str(path), options).model.backbone.attention == {"name": "quest", "ratio": 2}
     assert (folder / "config.py").exists()
 
 

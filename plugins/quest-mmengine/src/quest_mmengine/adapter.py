@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 from mmengine.analysis import complexity_analysis
 from mmengine.analysis.jit_handles import get_shape
+from mmengine.config import Config
 from mmengine.infer import BaseInferencer
 from mmengine.logging import MMLogger
 from mmengine.model import BaseModule
@@ -32,7 +33,7 @@ from quest_core.config import AttentionConfig
 from quest_core.drafts import draft
 from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, HostAttention, Site, moves, sections
-from quest_core.hosts.inject import KEYS, REPORT, Request, rehearse
+from quest_core.hosts.inject import KEYS, REPORT, Request, open_texts, rehearse
 from quest_core.projections import init_norms
 
 FUSED = "aten::scaled_dot_product_attention"
@@ -68,7 +69,8 @@ class MmengineAdapter(Adapter):
         """Have Runners (before they create a file) and inferencers check their config, and write notices to the log.
 
         mmengine's loader, which only logs keys that a model does not have, raises for those that name an attention, and
-        its FLOP counter counts the fused attention as it counts the two products of a host's own.
+        its FLOP counter counts the fused attention as it counts the two products of a host's own. `--cfg-options` can
+        add an option to an attention that a config file writes as a text.
         A plugin that a type's name imports comes too late for the check: write `custom_imports`, or use `quest run`.
         `uninstall` leaves the types of the plugin's scope in mmengine's registry.
         """
@@ -95,10 +97,16 @@ class MmengineAdapter(Adapter):
             self.check(cfg or {}, model)
             return model
 
+        def merge(stock: Callable[..., None], config: Any, options: Mapping[str, Any], *rest: Any, **o: Any) -> None:
+            """Merge the options of a command line into a config."""
+            open_texts(config._cfg_dict, options)
+            stock(config, options, *rest, **o)
+
         for kind in (Runner, FlexibleRunner):
             self.patches.around(kind, "__init__", checked)
         self.patches.around(BaseInferencer, "_init_model", inferring)
         self.patches.around(checkpoint, "load_state_dict", loaded)
+        self.patches.around(Config, "merge_from_dict", merge)
         counted = complexity_analysis._DEFAULT_SUPPORTED_FLOP_OPS
         self.patches.once(FUSED, lambda: counted.update({FUSED: _count_fused}), lambda: counted.pop(FUSED, None))
         self.forward_notices(MMLogger.get_current_instance)

@@ -25,7 +25,7 @@ from quest_core.checkpoints import ENTRY, compare_before_loading, unexpected_ent
 from quest_core.config import STANDARD
 from quest_core.errors import CheckpointError, ConfigError
 from quest_core.hosts.adapter import Adapter, sections
-from quest_core.hosts.inject import KEYS, REPORT, Report, Request, inject, rehearse
+from quest_core.hosts.inject import KEYS, REPORT, Report, Request, inject, open_texts, rehearse
 from quest_core.mechanism import Mechanism
 from quest_core.notices import say
 from quest_core.tools.calibration import calibrate, refuse_uncalibratable
@@ -68,7 +68,7 @@ def install(adapter: Adapter) -> None:
         (MODELS, "__init__", functools.partial(build, adapter)),
         (ATTENTION, "_load_from_state_dict", refuse_others),
         ({"pointcept.utils.config": ("Config",)}, "__init__", check_when_filled),
-        ({"pointcept.utils.config": ("Config",)}, "merge_from_dict", check_when_filled),
+        ({"pointcept.utils.config": ("Config",)}, "merge_from_dict", merge),
         ({"pointcept.engines.hooks.misc": ("CheckpointLoader",)}, "before_train", loader),
     ):
         for module, classes in kinds.items():
@@ -286,6 +286,12 @@ def check_when_filled(stock: Stock, self: Any, *arguments: Any, **options: Any) 
 
     stock(self, *arguments, **options)
     check(self._cfg_dict, registry)
+
+
+def merge(stock: Stock, self: Any, options: Mapping[str, Any], *rest: Any, **more: Any) -> None:
+    """Merge the options of a command line, also those of an attention that the file writes as a text; then check."""
+    open_texts(self._cfg_dict, options)
+    check_when_filled(stock, self, options, *rest, **more)
 
 
 def check(config: Mapping[str, Any], models: Any) -> None:
