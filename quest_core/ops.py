@@ -21,7 +21,7 @@ from .compat import (
     wider,
 )
 
-PLAIN_WEIGHTS = 2**23  # with this many weights per call or more, B·H·N·M, they are computed in blocks: 32 MiB of float32
+PLAIN_WEIGHTS = 2**23  # with this many weights per call or more, B·H·N·M, they come in blocks: 32 MiB of float32
 BLOCK_WEIGHTS = 2**20  # weights per block, unless that would be fewer than `BLOCK_ROWS` queries
 BLOCK_ROWS = 64  # least number of queries per block, below which matrix products are thin
 

@@ -527,7 +527,7 @@ def tokens_are_prepared_one_by_one(t: Trial) -> None:
 
 
 def packing(t: Trial) -> None:
-    """attention_packed over sequences of different lengths equals a loop over them, or raises an error that names it."""
+    """attention_packed over sequences of different lengths equals a loop over them, or an error names it."""
     made, lengths = t.build(), [4, 9, 1, 4, 0]
     cu = torch.tensor([0, *lengths]).cumsum(0).int()
     q, k, v = (x[0].transpose(0, 1) for x in t.inputs(sum(lengths), batch=1))  # [T, heads, features]
