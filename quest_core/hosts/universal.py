@@ -202,9 +202,9 @@ class Routed(FoundSite):
             return q, k
         return tuple(x if factor == 1 else x * factor for x, factor in zip((q, k), self.undone, strict=True))
 
-    def attention_mode(self) -> _Route:
-        """Return the mode that redirects the calls."""
-        return _Route(self)
+    def attention_mode(self) -> _Route | None:
+        """Return the mode that redirects the calls, or None where the host computes the same and no Monitor watches."""
+        return None if self.mechanism.is_standard and self.mechanism.monitor is None else _Route(self)
 
 
 class _Route(TorchFunctionMode):
@@ -392,8 +392,6 @@ def _attend_multi_head(site: Routed, *args: Any, **kwargs: Any) -> tuple[Tensor,
     """Return the output and the weights of a site's mechanism by the code of the drop-in."""
     call = _MultiHead(*args, **kwargs)
     _check(site, call.num_heads, call.head_dim, None)
-    if site.mechanism.is_standard and site.mechanism.monitor is None:
-        return MULTI_HEAD(*args, **kwargs)
     return call.attend(site.mechanism)
 
 
