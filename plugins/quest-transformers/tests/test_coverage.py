@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers as hf
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quest_transformers.inputs import inputs
 
@@ -50,14 +53,62 @@ def built(config, attention=None):
     return hf.AutoModel.from_config(config, **options).eval()
 
 
-def outputs(model):
+def outputs(model, train=False):
     """Return the tensors of a run on inputs of the plugin's own; none where the whole model does not run on them."""
     for number in range(2):  # the main input only, or several
-        made = inputs(model, model.config, number, torch.Generator().manual_seed(1))
-        torch.manual_seed(0)
-        with torch.no_grad(), contextlib.suppress(Exception):
-            return [x for x in model(**made).to_tuple() if isinstance(x, torch.Tensor)]
+        hf.set_seed(0)  # also of numpy, with which hosts mask spectra
+        with torch.set_grad_enabled(train), contextlib.suppress(Exception):
+            made = inputs(model, model.config, number, torch.Generator().manual_seed(1))
+            return [x for x in model.train(train)(**made).to_tuple() if isinstance(x, torch.Tensor)]
     return []
+
+
+def training(model):
+    """Return the outputs of a training step with dropout, and the gradients."""
+    found = outputs(model, train=True)
+    if losses := [x.double().square().mean() for x in found if x.requires_grad]:
+        sum(losses).backward()
+    model.eval()
+    return found + [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def by_hand(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **options):
+    """QUEST in float64."""
+    if options.get("s_aux") is not None or options.get("softcap") or scaling == 1:
+        raise NotImplementedError  # sdpa has no sinks and no soft cap; or the host has scaled its queries before
+    q, k, v = query.double(), F.normalize(key.double(), dim=-1), value.double()
+    mask = attention_mask.to(q) if attention_mask is not None and attention_mask.dtype != torch.bool else attention_mask
+    out, weights = ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, mask, dropout=dropout, scaling=1.0, **options)
+    return out.to(query.dtype), weights
+
+
+ALL_ATTENTION_FUNCTIONS.register("by_hand", by_hand)
+ALL_MASK_ATTENTION_FUNCTIONS.register("by_hand", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+def check(config, tmp_path):
+    """Test a model of a config; return what `judge` says of it, and whether it ran and was computed by hand."""
+    models = []
+    made = coverage.judge(lambda: models.append(built(config, "quest")) or models[0])
+    if made["outcome"] != "taken":
+        return made, False, False
+    stock, (quest,) = built(config), models
+    want, got = outputs(stock), outputs(quest)
+    exactly = {"rtol": 0, "atol": 0, "equal_nan": True}
+    as_stock = {} if "torch" in made["ways"] else exactly  # nn.MultiheadAttention scales before the product
+    standard = built(config, "standard")
+    torch.testing.assert_close(outputs(standard), want, **as_stock)
+    torch.testing.assert_close(training(standard), training(stock), **as_stock)
+    truth = outputs(built(config, "by_hand")) if set(made["ways"].split()[::2]) == {"transformers"} else []
+    if truth:
+        torch.testing.assert_close(got, truth, rtol=1e-5, atol=3e-6, equal_nan=True)
+    quest.save_pretrained(tmp_path)
+    again = type(quest).from_pretrained(tmp_path).eval()
+    assert again.config.attention == "quest"
+    assert coverage.judge(lambda: again) == made
+    torch.testing.assert_close(outputs(again), got, **exactly)
+    moved = any(not torch.allclose(one, other, atol=1e-6) for one, other in zip(got, want, strict=True))
+    return made, moved, bool(truth)
 
 
 # The slow ones are large, or what they do is in another model and in OWN of test_architectures.py.
@@ -70,23 +121,12 @@ SLOW = {"gemma2", "gemma3", "gpt_oss", "idefics", "qwen3_5", "sam", "sam2"}
 def test_models_that_people_try_first(model_type, tmp_path):
     needs(model_type)
     config, _ = next(coverage.configs(model_type))
-    models = []
-    made = coverage.judge(lambda: models.append(built(config, "quest")) or models[0])
+    made, moved, _ = check(config, tmp_path)
     if made["outcome"] != "taken":
         assert FIRST[model_type] in made["reason"]
         return
     assert made["ways"] == FIRST[model_type]
-    want, (quest,) = outputs(built(config)), models
-    for one, other in zip(outputs(built(config, "standard")), want, strict=True):
-        torch.testing.assert_close(one, other)
-    got = outputs(quest)
-    assert not want or any(not torch.allclose(one, other, atol=1e-6) for one, other in zip(got, want, strict=True))
-    quest.save_pretrained(tmp_path)
-    again = hf.AutoModel.from_pretrained(tmp_path).eval()
-    assert again.config.attention == "quest"
-    assert coverage.judge(lambda: again) == made
-    for one, other in zip(outputs(again), got, strict=True):
-        torch.testing.assert_close(one, other)
+    assert moved or not outputs(built(config))
 
 
 @pytest.mark.parametrize("model_type", ["lxmert", "neomme", pytest.param("perceiver", marks=pytest.mark.slow)])
@@ -96,7 +136,14 @@ def test_models_with_configs_and_inputs_of_their_own(model_type):
 
 
 @pytest.mark.slow
-def test_a_sample_of_the_coverage_is_as_its_data_say():
+def test_a_sample_of_the_coverage_is_as_its_data_say(tmp_path):
     rows = [row for row in coverage.read().values() if row.package == "transformers" and row.outcome == "taken"]
-    for row in random.Random(datetime.date.today().toordinal()).sample(rows, 20):
+    moved = counted = 0
+    for row in random.Random(datetime.date.today().toordinal()).sample(rows, 60):
         assert coverage.attempt("transformers", row.name) == row
+        config, size = next(coverage.configs(row.name))
+        if size <= coverage.MOST:
+            found = check(config, tmp_path / row.name)
+            moved, counted = moved + found[1], counted + found[2]
+    assert moved >= 30
+    assert counted >= 20
