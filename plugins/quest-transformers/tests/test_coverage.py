@@ -136,6 +136,7 @@ def test_models_with_configs_and_inputs_of_their_own(model_type):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_sample_of_the_coverage_is_as_its_data_say(tmp_path):
     rows = [row for row in coverage.read().values() if row.package == "transformers" and row.outcome == "taken"]
     moved = counted = 0
