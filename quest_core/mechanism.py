@@ -218,7 +218,10 @@ class Mechanism(CheckpointGuard):
         dropout_p: float = 0,
         x: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the output and the weights [B, H, N, M] after dropout; arguments as in `forward`."""
+        """Return the output and the weights [B, H, N, M] after dropout; `is_causal` is aligned at the last query.
+
+        Arguments are as in `forward`.
+        """
         how: Any = {"attn_mask": attn_mask, "is_causal": is_causal, "dropout_p": dropout_p, "x": x}
         return self.forward_with_logits(q, k, v, **how)[:2]
 
@@ -234,10 +237,10 @@ class Mechanism(CheckpointGuard):
         dropout_p: float = 0,
         x: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the output [B, H, N, Dv], the weights after dropout and the logits, [B, H, N, M] each.
+        """Return the output, the weights after dropout and the logits; `is_causal` is aligned at the last query.
 
-        The logits hold additive masks and the residual; a boolean mask acts only on the weights. Arguments as in
-        `forward`, and:
+        They are [B, H, N, Dv] and [B, H, N, M] twice. The logits hold additive masks and the residual; a boolean mask
+        acts only on the weights. Arguments as in `forward`, and:
 
         Args:
             residual: logits of the previous layer [B, H, N, M], added to these (RealFormer, He et al., 2021).

@@ -176,13 +176,12 @@ class HostAttention(Projected):
         dropout_p: float | None = None,
         seeded: bool = False,
     ) -> Tensor:
-        """Return the heads' outputs side by side, [B, N, H·Dv].
+        """Return the heads' outputs side by side, [B, N, H·Dv]; `is_causal` is aligned at the last query.
 
         Args:
             q: [B, H, N, D].
             k, v: [B, G, M, Dk] and [B, G, M, Dv].
             mask: boolean (True = may attend) or additive, broadcastable to [B, H, N, M].
-            is_causal: query i sees keys j ≤ i + M − N.
             dropout_p: on the weights; by default the rate of `attn_drop` in training.
             seeded: drop formed weights, so that a seeded run drops the same ones as a host that forms them.
         """
