@@ -305,6 +305,12 @@ def test_a_family_where_scores_are_passed_on_names_the_option(attention):
     assert TSTPlus(3, 5, 12, attention=attention, res_attention=False, **SIZES)
 
 
+def test_the_report_remarks_on_narrow_heads():
+    said = [str(TSTPlus(3, 5, 12, attention="quest", n_heads=heads).attention_report) for heads in (16, 8)]
+    assert "heads have 8 features; on text, unit keys were worse than standard in heads of 4" in said[0]
+    assert "unit keys" not in said[1]
+
+
 def test_learnable_scale_is_of_the_standard_score():
     build = get_arch("TSiTPlus")
     with pytest.raises(UnsupportedError, match="lsa=True learns a scale.*Possible here: .*standard"):
