@@ -103,7 +103,7 @@ def check(config, tmp_path):
     if truth:
         torch.testing.assert_close(got, truth, rtol=1e-5, atol=3e-6, equal_nan=True)
     quest.save_pretrained(tmp_path)
-    again = type(quest).from_pretrained(tmp_path).eval()
+    again = hf.AutoModel.from_pretrained(tmp_path).eval()
     assert again.config.attention == "quest"
     assert coverage.judge(lambda: again) == made
     torch.testing.assert_close(outputs(again), got, **exactly)
