@@ -55,7 +55,7 @@ SUITES: dict[str, dict[str, Any]] = {
             number("lr", 0.002, "largest learning rate of Adam"),
             number("dropout", 0.1, "share of activations that are dropped"),
             whole("merges", 2000, "byte-pair merges learned from the training text of both languages", 0),
-            choice("parts", ("all", "encoder", "decoder", "cross"), "attention to replace; the rest stays standard"),
+            choice("parts", ("all", "self", "cross"), "attention to replace; the rest stays standard"),
         ],
     },
     "time/fairseq": timed(

@@ -110,9 +110,9 @@ def training(cell: Cell, data_bin: Path, updates: int) -> list[str]:
         --max-tokens {options["max_tokens"]} --required-batch-size-multiple 1 --num-workers 0
         --no-epoch-checkpoints --no-last-checkpoints
         --no-progress-bar --log-format json --log-interval {1 if cell.smoke else 50}"""
-    attention = ["--attention", cell.attention]
-    if parts != "all":
-        attention = ["--attention", "standard", f"--attention-{parts}", cell.attention]
+    within = "standard" if parts == "cross" else cell.attention
+    between = "standard" if parts == "self" else cell.attention
+    attention = ["--attention", within, "--attention-cross", between]
     return [str(data_bin), "--save-dir", str(cell.workdir / "checkpoints"), *given.split(), *attention]
 
 
