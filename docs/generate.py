@@ -52,25 +52,26 @@ def support() -> str:
 
 
 def formulas(parts: Iterable[type[Component]] = ()) -> str:
-    """One table for each axis, of `parts` or of the core's."""
+    """One table for each axis, of `parts`, or of the core's with their costs."""
     own = [part for part in mechanisms().values() if owner(part) == "quest-core"]
     blocks = []
     for axis, title in AXIS_TITLES.items():
-        rows = [part for part in parts or own if part.axis == axis]
+        rows = [_row(part, costs=not parts) for part in parts or own if part.axis == axis]
         if rows:
-            blocks += [f"### {title}", "", "| name | formula | options | causal | parameters | cost | source |"]
-            blocks.append("|---|---|---|:-:|:-:|---|---|")
-            blocks += [_row(part) for part in rows]
+            names = list(rows[0])
+            blocks += [f"### {title}", "", f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+            blocks += [f"| {' | '.join(row.values())} |" for row in rows]
             blocks.append("")
     return "\n".join(blocks).rstrip()
 
 
-def _row(part: type[Component]) -> str:
+def _row(part: type[Component], costs: bool) -> dict[str, str]:
     options = ", ".join(f"`{o.name}` = {'null' if o.default is None else str(o.default).lower()}" for o in part.options)
-    learns = "yes" if part.learnable else "–"
-    causal = "✓" if part.causal else "–"
-    cells = (f"`{part.name}`", part.formula(), options or "–", causal, learns, part.complexity, part.source)
-    return "| " + " | ".join(cells) + " |"
+    cells = {"name": f"`{part.name}`", "formula": part.formula(), "options": options or "–"}
+    cells |= {"causal": "✓" if part.causal else "–"} if costs else {}
+    cells |= {"parameters": "yes" if part.learnable else "–"}
+    cells |= {"cost": part.complexity} if costs else {}
+    return cells | {"source": part.source}
 
 
 def transforms() -> str:
@@ -170,17 +171,6 @@ def choosing() -> str:
     return "\n".join(lines)
 
 
-def widths() -> str:
-    """Differences from standard attention by the features of a head."""
-    entries = evidence("widths")
-    columns = sorted({name for entry in entries for name in entry if name.isdigit()}, key=int)
-    lines = ["| heads of | " + " | ".join(columns) + " |", "|---|" + "--:|" * len(columns)]
-    for entry in entries:
-        cells = [effect(row(entry | entry[name], "quest")) if name in entry else "–" for name in columns]
-        lines.append(f"| {entry['label']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 def start() -> str:
     """Differences of an initial query norm of 12 from none."""
     lines = ["| you train | write | `quest(init=12)` − `quest` |", "|---|---|--:|"]
@@ -207,11 +197,11 @@ def claims() -> str:
 
 
 TABLES = {"support": support, "mechanisms": formulas, "transforms": transforms}
-TABLES |= {"zoo": lambda: formulas(zoo()), "readme": readme, "choosing": choosing, "widths": widths}
+TABLES |= {"zoo": lambda: formulas(zoo()), "readme": readme, "choosing": choosing}
 TABLES |= {"start": start, "claims": claims}
 PLACES = {
     ROOT / "README.md": ("readme",),
-    ROOT / "docs" / "choosing.md": ("choosing", "widths"),
+    ROOT / "docs" / "choosing.md": ("choosing",),
     ROOT / "docs" / "claims.md": ("claims",),
     ROOT / "docs" / "start.md": ("start",),
     ROOT / "docs" / "mechanisms.md": ("mechanisms", "support"),
