@@ -207,23 +207,12 @@ class Mechanism(CheckpointGuard):
             "torch.export or torch.jit.trace"
         )
 
-    def forward_with_weights(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        dropout_p: float = 0,
-        x: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward_with_weights(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         """Return the output and the weights [B, H, N, M] after dropout; `is_causal` is aligned at the last query.
 
         Arguments are as in `forward`.
         """
-        how: Any = {"attn_mask": attn_mask, "is_causal": is_causal, "dropout_p": dropout_p, "x": x}
-        return self.forward_with_logits(q, k, v, **how)[:2]
+        return self.forward_with_logits(q, k, v, **options)[:2]
 
     def forward_with_logits(
         self,
@@ -240,18 +229,16 @@ class Mechanism(CheckpointGuard):
         """Return the output, the weights after dropout and the logits; `is_causal` is aligned at the last query.
 
         They are [B, H, N, Dv] and [B, H, N, M] twice. The logits hold additive masks and the residual; a boolean mask
-        acts only on the weights. Arguments as in `forward`, and:
-
-        Args:
-            residual: logits of the previous layer [B, H, N, M], added to these (RealFormer, He et al., 2021).
+        acts only on the weights. Arguments as in `forward`, and `residual`: logits of the previous layer [B, H, N, M],
+        added to these (RealFormer, He et al., 2021).
         """
         mask = self._check(q, k, v, attn_mask, is_causal, dropout_p, weights=True, x=x)
         if self.family is not None:
             raise UnsupportedError(f"attention '{self.config}' never forms weights; ask for the output only")
         if tokens_are_divided():
             raise UnsupportedError(
-                "under torch's context_parallel no rank has all logits of a query, so weights and logits cannot be "
-                "returned; ask for the output only (need_weights=False)"
+                "under torch's context_parallel no rank has all logits of a query; ask for the output only "
+                "(need_weights=False)"
             )
         normalizer, q, k, v, scale = self._prepare(q, k, v, mask, is_causal, x=x)
         how = {"scale": scale, "dropout_p": dropout_p, "grouped": self._shares, "residual": residual}
@@ -382,8 +369,8 @@ class Mechanism(CheckpointGuard):
             raise UnsupportedError(f"attention '{self.config}' needs the keys before any normalization")
         if self._needs_input and x is None:
             raise UnsupportedError(
-                f"attention '{self.config}': '{self._needs_input[0]}' reads the layer's input, which was not given; "
-                "pass x [B, N, H·D], or use quest_core.Attention or MultiheadAttention, which do"
+                f"attention '{self.config}': '{self._needs_input[0]}' reads the layer's input; pass x [B, N, H·D], or "
+                "use quest_core.Attention or MultiheadAttention"
             )
         if dropout_p > 0 and self._no_dropout:
             raise UnsupportedError(
@@ -394,10 +381,8 @@ class Mechanism(CheckpointGuard):
             refuse_one_token(self.config, q.shape[2], k.shape[2])
         if self._mixing and tokens_are_divided():
             raise UnsupportedError(
-                f"attention '{self.config}': '{self._mixing[0]}' looks at all tokens outside of "
-                "scaled_dot_product_attention, and under torch's context_parallel each rank has only some of them; "
-                "choose a score of queries and keys (standard, quest, qnorm, qknorm...) with softmax and mha, gqa, mqa "
-                "or dgqa"
+                f"attention '{self.config}': '{self._mixing[0]}' needs all tokens, and under torch's context_parallel "
+                "a rank has some of them; choose a score such as quest or qknorm with softmax and mha, gqa, mqa or dgqa"
             )
         if mask is not None:
             mask = plain_mask(mask, q.device)
@@ -415,12 +400,10 @@ class Mechanism(CheckpointGuard):
     def _check_shapes(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, cached: int
     ) -> None:
-        """Raise InputError unless q, k, v and mask fit together; the mask covers `cached` further keys before k."""
+        """Raise InputError unless q, k, v and mask fit together; arguments as in `_check`."""
         for name, x in (("q", q), ("k", k), ("v", v)):
             if x.dim() != 4:
-                raise InputError(
-                    f"{name} has shape {list(x.shape)}; it needs four axes: batch, heads, tokens, features"
-                )
+                raise InputError(f"{name} has shape {list(x.shape)}; it needs four axes, [B, H, N, D]")
             if x.dtype not in TYPES:
                 raise InputError(f"{name} is {x.dtype}; attention takes {NAMES}")
             if x.dtype != q.dtype and autocast_dtype(q.device.type) is None:
@@ -441,12 +424,9 @@ class Mechanism(CheckpointGuard):
             raise InputError(f"k has head_dim {key_dim}; expected {expected}")
         if groups_v != groups or m_v != m:
             raise InputError(f"k has (heads, tokens) {(groups, m)} but v has {(groups_v, m_v)}")
-        if n > m + cached:
-            for part in self.config.components:
-                if part.axis in ("score_mod", "output") and not part.cross:
-                    raise InputError(
-                        f"q has {n} tokens and k has {m + cached}; '{part.name}' needs those of one sequence"
-                    )
+        for part in self.config.components if n > m + cached else ():
+            if part.axis in ("score_mod", "output") and not part.cross:
+                raise InputError(f"q has {n} tokens and k has {m + cached}; '{part.name}' needs those of one sequence")
         if not 0 <= dropout_p < 1:
             raise InputError(f"dropout_p is {dropout_p}; expected a probability in [0, 1)")
         why = None
@@ -478,10 +458,8 @@ class Mechanism(CheckpointGuard):
         """Set parameters and buffers in place to those of a new Mechanism; the random state is left as it was."""
         if self.dims is None:
             return
-        dims = self.dims
-        heads = {"num_heads": dims.num_heads, "head_dim": dims.head_dim, "kv_heads": dims.kv_heads}
         with same_random_state(self):
-            made = Mechanism(self.config, **heads, standard_scale=dims.standard_scale, projected=True)
+            made = Mechanism(self.config, **vars(self.dims), projected=True)
         new = (*made.parameters(), *made.buffers())
         for own, start in zip((*self.parameters(), *self.buffers()), new, strict=True):
             own.copy_(start)
@@ -494,7 +472,6 @@ class Mechanism(CheckpointGuard):
 
 
 def _refuse_state(config: AttentionConfig) -> None:
-    """Raise ConfigError if an attention keeps something, which a function cannot do."""
     for part in config.components:
         if part.learnable or part.stateful or part.chained:
             keeps = "learnable parameters" if part.learnable else "a state"
@@ -520,14 +497,11 @@ def head_sizes(
     value_dim: int | None = None,
     host_kv_heads: int | None = None,
 ) -> HeadSizes:
-    """Return the sizes of the heads that `attention` projects to, for H query heads of D features.
+    """Return the sizes of the heads that `attention` projects to; ConfigError if `num_heads` heads cannot share keys.
 
     Args:
-        value_dim: features of a value head; D by default.
+        value_dim: features of a value head; `head_dim` by default.
         host_kv_heads: key/value heads of the host's own model, which stay if the attention leaves them to the host.
-
-    Raises:
-        ConfigError: its kv_heads does not divide `num_heads`.
     """
     config = AttentionConfig.parse(attention)
     parts = config.components
@@ -573,11 +547,7 @@ def attention(
 
 
 def shared_mechanism(attention: AttentionSpec) -> Mechanism:
-    """Return the mechanism that `attention` names, in evaluation, shared by all callers.
-
-    Raises:
-        ConfigError: it has parameters or a state.
-    """
+    """Return the mechanism of `attention`, in evaluation, shared by all callers; ConfigError if it keeps anything."""
     return getattr(_SHARED, _place(_items(attention)))  # type: ignore[no-any-return]
 
 

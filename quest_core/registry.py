@@ -85,6 +85,16 @@ class Option:
         return good
 
 
+@dataclass(frozen=True)
+class Dims:
+    """Sizes that a component may need when it is built."""
+
+    num_heads: int  # query heads H
+    kv_heads: int  # key/value heads G
+    head_dim: int  # features D per query/key head
+    standard_scale: float | None = None  # the factor of a standard score, where a host's is not 1/√D
+
+
 class Component(nn.Module):
     """Base of the classes in `mechanisms.base`; its class attributes are the promises of a mechanism.
 
@@ -142,6 +152,9 @@ class Component(nn.Module):
     """ScoreMod, Output: reads the layer's input x [B, N, H·D], which not every host hands on."""
     complexity: ClassVar[str] = "O(N·M·D) time, O(N + M) memory through a fused kernel"
     """Time and memory."""
+
+    def __init__(self, dims: Dims | None) -> None:
+        super().__init__()
 
     @classmethod
     def formula(cls) -> str:

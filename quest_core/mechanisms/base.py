@@ -9,7 +9,6 @@ Output, which changes what comes out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,16 +18,7 @@ from ..cache import Cache
 from ..compat import size
 from ..ops import apply_weights, block_rows, drop, in_blocks, logits, merge_causal, merge_masks
 from ..registry import Component
-
-
-@dataclass(frozen=True)
-class Dims:
-    """Sizes that a component may need when it is built."""
-
-    num_heads: int  # query heads H
-    kv_heads: int  # key/value heads G
-    head_dim: int  # features D per query/key head
-    standard_scale: float | None = None  # the factor of a standard score, where a host's is not 1/√D
+from ..registry import Dims as Dims
 
 
 class Score(Component):
@@ -40,7 +30,7 @@ class Score(Component):
     """The score's own factor on q kᵀ; None is the host's own, or 1/√D."""
 
     def __init__(self, dims: Dims | None, *, scale: float | None = None) -> None:
-        super().__init__()
+        super().__init__(dims)
         if scale is not None:
             self.factor = scale
         elif self.factor is None and dims is not None:
@@ -98,9 +88,6 @@ class Normalizer(Component):
     compares = True
     rowwise: bool = False
     """Whether the weights of a query depend on its own logits only, so that large calls take blocks of queries."""
-
-    def __init__(self, dims: Dims | None) -> None:
-        super().__init__()
 
     def forward(
         self,
@@ -169,9 +156,6 @@ class Grouping(Component):
     axis = "grouping"
     dropout = compares = True
 
-    def __init__(self, dims: Dims | None) -> None:
-        super().__init__()
-
     def kv_heads(self, num_heads: int) -> int:
         """Return the number of key/value heads G for H query heads."""
         raise NotImplementedError
@@ -221,9 +205,6 @@ class ScoreMod(Component):
     axis = "score_mod"
     dropout = compares = True
 
-    def __init__(self, dims: Dims | None) -> None:
-        super().__init__()
-
     def forward(
         self,
         normalizer: Callable[..., Any],
@@ -264,9 +245,6 @@ class Output(Component):
     axis = "output"
     dropout = compares = True
 
-    def __init__(self, dims: Dims | None) -> None:
-        super().__init__()
-
     def forward(
         self,
         normalizer: Callable[..., Any],
@@ -304,9 +282,6 @@ class Family(Component):
     """
 
     axis = "family"
-
-    def __init__(self, dims: Dims | None) -> None:
-        super().__init__()
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool, cache: Cache | None = None
