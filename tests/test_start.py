@@ -167,10 +167,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SAID = re.compile(r"^[^#]*\battention(?:: |=)(\"[^\"]*\"|dict\([^()]*\)|[^\s\"']+)", re.MULTILINE)
 CONFIGS = [
     path
-    for folder in ("plugins/quest-*/src/*/configs", "examples/graphgps", "examples/mmseg", "examples/pointcept")
-    for path in sorted(ROOT.glob(f"{folder}/**/*"))
+    for path in sorted(ROOT.glob("plugins/quest-*/src/*/configs/**/*"))
     if path.suffix in (".yaml", ".py") and any("quest" in said for said in SAID.findall(path.read_text()))
-    if path.name not in ("main.py", "train.py")
 ]
 
 

@@ -11,11 +11,10 @@ from devtools.configs import with_start
 from quest_suites.graphgps import gps  # noqa: F401  # registers GPSModel
 from quest_suites.graphgps.suites import SUITES
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "graphgps" / "pattern.yaml"
-OFFERED = [*sorted((Path(str(files("quest_graphgps"))) / "configs").glob("*.yaml")), EXAMPLE]
+OFFERED = sorted((Path(str(files("quest_graphgps"))) / "configs").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("path", OFFERED, ids=lambda path: f"{path.parent.name}/{path.stem}")
+@pytest.mark.parametrize("path", OFFERED, ids=lambda path: path.stem)
 def test_the_commented_start_builds(path, tmp_path):
     set_cfg(cfg)
     (tmp_path / path.name).write_text(with_start(path))

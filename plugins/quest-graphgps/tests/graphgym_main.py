@@ -1,7 +1,4 @@
-"""A main of GraphGym, which PyTorch Geometric's wheel does not bring: one line of it is QUEST's.
-
-python examples/graphgps/main.py --cfg examples/graphgps/pattern.yaml gt.attention quest
-"""
+"""A main of GraphGym, which PyTorch Geometric's wheel does not bring, with GraphGPS's model."""
 
 from __future__ import annotations
 
