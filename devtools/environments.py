@@ -55,7 +55,7 @@ class Environment:
 
 def plugins() -> list[str]:
     """Return the name of every plugin: the folders below plugins/ with a pyproject.toml."""
-    return sorted(p.parent.name for p in PLUGINS.glob("*/pyproject.toml") if not p.parent.name.startswith("_"))
+    return sorted(path.parent.name for path in PLUGINS.glob("*/pyproject.toml"))
 
 
 def hosts() -> list[str]:

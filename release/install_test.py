@@ -66,7 +66,7 @@ class Block:
 def names() -> list[str]:
     """Every README: "core", and the plugins by folder."""
     found = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
-    return ["core", *(name.removeprefix("quest-") for name in found if not name.startswith("_"))]
+    return ["core", *(name.removeprefix("quest-") for name in found)]
 
 
 def readme(name: str) -> Path:

@@ -15,18 +15,13 @@ from ..registry import mechanisms
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", ".*", "dist")
-
-
-OURS = (
-    *("core", "bench", "suites", "zoo", "fairseq", "graphgps", "mmdet"),
-    *("mmengine", "mmseg", "pointcept", "timm", "transformers", "tsai"),
-)
+_OURS = re.compile("core|bench|suites|zoo|fairseq|graphgps|mmdet|mmengine|mmseg|pointcept|timm|transformers|tsai")
 EXAMPLES = {"mechanism": "power", "plugin": "toy"}  # examples/third_party_KIND is the distribution quest-NAME
 
 
 def new(kind: str, name: str, out: Path) -> int:
     """Copy the example of a mechanism or a plugin under another name, and print what to do next."""
-    taken = f"the distribution quest-{name}" if name in OURS or _is_installed(f"quest-{name}") else ""
+    taken = f"the distribution quest-{name}" if _OURS.fullmatch(name) or _is_installed(f"quest-{name}") else ""
     if kind == "mechanism" and name in mechanisms():
         taken = f"the mechanism '{name}'"
     if taken:
