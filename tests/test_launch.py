@@ -161,8 +161,6 @@ def test_the_command_begins_where_our_options_end(argv, hosts, words, tmp_path, 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("-- python -W x -uE train.py", "Python's option -E ignores PYTHONPATH or sitecustomize"),
-        ("-- python -S -m x", "so the command would run without them; leave out -S"),
         ("-- no-such-program x", "no program 'no-such-program'; the command was: no-such-program x"),
         ("--host toys -- x.py", "no plugin for 'toys' is installed; did you mean 'toy'? Choose from: lost, toy"),
         ("--host lost x.py", "plugin quest-lost 1.0 cannot be used: no_such_host is not installed; fix: pip install"),

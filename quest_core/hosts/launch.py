@@ -9,9 +9,7 @@ processes are served alike.
 
 from __future__ import annotations
 
-import itertools
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -37,7 +35,7 @@ def run(command: Sequence[str], hosts: Sequence[str] | None = None) -> NoReturn:
 
     Raises:
         PluginError: a named plugin is missing or its host cannot be used, or no plugin can be used.
-        QuestError: the program does not exist, or Python ignores the environment.
+        QuestError: the program does not exist.
     """
     start(command, wanted(hosts), required=hosts is not None)
 
@@ -72,12 +70,9 @@ def wanted(hosts: Sequence[str] | None) -> list[Plugin]:
 
 
 def environment(chosen: Sequence[Plugin], required: bool, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment in which Python processes install these plugins.
+    """Return the environment `base` in which Python processes also install these plugins.
 
-    Args:
-        chosen: the plugins.
-        required: the process ends if one cannot be installed; else it writes one line to standard error.
-        base: the environment without them.
+    If `required`, a process ends where one cannot be installed; else it writes one line to standard error.
     """
     others = [path for path in base.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path) != FOLDER]
     mark = "!" if required else ""
@@ -86,7 +81,7 @@ def environment(chosen: Sequence[Plugin], required: bool, base: Mapping[str, str
 
 
 def complete(command: Sequence[str]) -> list[str]:
-    """Return the command, beginning with the path of its program; QuestError if it cannot run with plugins."""
+    """Return the command, beginning with the path of its program; QuestError if there is no such program."""
     words = list(command)
     if words[0].endswith(".py") or words[0] == "-m":
         words.insert(0, sys.executable)
@@ -96,22 +91,4 @@ def complete(command: Sequence[str]) -> list[str]:
     if program is None:
         hint = f"; '{words[0]}' is a file that cannot be executed" if Path(words[0]).exists() else ""
         raise QuestError(f"no program '{words[0]}'{hint}; the command was: {shlex.join(command)}")
-    if Path(program).name.startswith("python"):
-        _refuse_isolation(words[1:])
     return [program, *words[1:]]
-
-
-def _refuse_isolation(arguments: Sequence[str]) -> None:
-    """Raise QuestError if an option keeps Python from importing what installs the plugins."""
-    for before, word in itertools.pairwise(["", *arguments]):
-        option = re.match(r"-[bBdiOPqsuvx]*(.?)", word)  # letters may share a dash: -um is -u -m
-        if option is None and before not in ("-W", "-X"):
-            return  # the script, whose options follow
-        letter = "" if option is None else option[1]
-        if letter in ("c", "m"):
-            return
-        if letter in ("I", "E", "S"):
-            raise QuestError(
-                f"Python's option -{letter} ignores PYTHONPATH or sitecustomize, by which plugins are "
-                f"installed, so the command would run without them; leave out -{letter}"
-            )
