@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ref
@@ -344,13 +344,19 @@ def varying(flow: Flow, dim: int) -> set[int]:
 def _change(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Return other inputs of the same kind: numbers are turned around and scaled, masks stay."""
 
-    def other(x: Any) -> Any:
-        if isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 1:
+    def other(x: Tensor) -> Tensor:
+        if x.is_floating_point() and x.numel() > 1:
             return x.flatten().flip(0).view_as(x) * 1.3 + 0.1
-        if isinstance(x, Tensor) and x.dtype != torch.bool and x.numel() > 1 and x.max() > 1:
-            return x.flatten().flip(0).view_as(x)
-        if isinstance(x, dict):
-            return {key: other(value) for key, value in x.items()}
-        return type(x)(other(y) for y in x) if type(x) in (list, tuple) else x
+        turns = x.dtype != torch.bool and x.numel() > 1 and x.max() > 1
+        return x.flatten().flip(0).view_as(x) if turns else x
 
-    return other(args), other(kwargs)
+    return map_tensors(args, other), map_tensors(kwargs, other)
+
+
+def map_tensors(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a nest of dicts, lists and tuples with each tensor changed."""
+    if isinstance(values, Tensor):
+        return change(values)
+    if isinstance(values, dict):
+        return {key: map_tensors(value, change) for key, value in values.items()}
+    return type(values)(map_tensors(x, change) for x in values) if type(values) in (list, tuple) else values

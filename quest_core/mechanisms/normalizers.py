@@ -163,23 +163,11 @@ class Sinkhorn(Normalizer):
         self.iterations = iterations
         self.eps = eps
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        mask: Tensor | None,
-        is_causal: bool,
-        dropout_p: float,
-        grouped: bool,
-        **plain: Any,
-    ) -> Any:
-        rows = None if plain else block_rows(q.shape[2], q.shape[0] * q.shape[1] * k.shape[2])
-        if rows is None:
-            how = {**plain, "scale": scale, "dropout_p": dropout_p, "grouped": grouped}
-            return super().forward(q, k, v, mask=mask, is_causal=is_causal, **how)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, **how: Any) -> Any:
+        rows = block_rows(q.shape[2], q.shape[0] * q.shape[1] * k.shape[2])
+        if rows is None or {"residual", "perturb", "change", "need_weights"} & how.keys():
+            return super().forward(q, k, v, mask=mask, **how)
+        scale, grouped, dropout_p = how["scale"], how["grouped"], how["dropout_p"]
 
         def sums(columns: Tensor | float) -> Tensor:
             def block(q: Tensor, k: Tensor, _: Tensor, mask: Tensor | None) -> Tensor:

@@ -25,6 +25,7 @@ import quest_core
 from quest_core import Adapter, Mechanism
 from quest_core.checkpoints import ENTRY, decode, set_attention_from
 from quest_core.hosts.inject import REPORT
+from quest_core.hosts.search import map_tensors
 from quest_core.mechanisms.base import Score
 from quest_core.notices import LOGGER
 from quest_core.registry import find, mechanisms, owner, register, temporary
@@ -77,7 +78,6 @@ class AdapterConformance(ABC):
         refused: mechanisms for which this host must raise an error that names them.
         autocasts: whether the host's own model runs under autocast to bfloat16 on a CPU.
         compiles: whether the host's own model can be compiled; an adapter must not take that away.
-        pickles: whether the host's own model can be pickled.
         calibrates: whether the adapter can be used by `quest_core.calibrate`.
         variant: whether another class tests a model of the same modules with other options; then only NUMBERS run.
         tolerance: absolute and relative difference allowed between `standard` and the host, in float32.
@@ -119,7 +119,6 @@ class AdapterConformance(ABC):
     refused: ClassVar[tuple[str, ...]] = ()
     autocasts: ClassVar[bool] = True
     compiles: ClassVar[bool] = True
-    pickles: ClassVar[bool] = True
     calibrates: ClassVar[bool] = True
     variant: ClassVar[bool] = False
     _dropped: ClassVar[frozenset[str]] = frozenset()
@@ -246,10 +245,7 @@ class AdapterConformance(ABC):
 
     def test_mechanisms_equal_their_reference_inside_the_host(self) -> None:
         """Outputs, and gradients of every parameter, in float64; what has no reference still differs from standard."""
-        inputs = _map_tensors(self.inputs(), lambda x: x.double() if x.is_floating_point() else x)
-        standard = self.run(self.injected("standard").double().eval(), inputs)
-        for attention in self.mechanisms:
-            self._compare_with_reference(attention, inputs, standard)
+        self._compare_with_reference(*self.mechanisms)
 
     @pytest.mark.parametrize("name", from_elsewhere())
     def test_a_mechanism_from_elsewhere_runs_or_is_refused_by_name(self, name: str) -> None:
@@ -264,30 +260,29 @@ class AdapterConformance(ABC):
                 with pytest.raises(quest_core.UnsupportedError, match=f"'.*{re.escape(name)}.*' cannot be used in"):
                     self.injected(attention)
                 return
-            inputs = _map_tensors(self.inputs(), lambda x: x.double() if x.is_floating_point() else x)
-            standard = self.run(self.injected("standard").double().eval(), inputs)
-            self._compare_with_reference(attention, inputs, standard)
+            self._compare_with_reference(attention)
 
-    def _compare_with_reference(self, attention: str, inputs: Any, standard: Tensor) -> None:
-        model = self.injected(attention).double().eval()
-        found = [module for module in model.modules() if isinstance(module, Mechanism)]
-        torch.manual_seed(4)
-        got = self.run(model, inputs)
-        assert not torch.allclose(_plain(got), _plain(standard), atol=1e-9), attention
-        gradients = _gradients(model, got)
-        if any(missing(mechanism.config) for mechanism in found):
-            return
-        with computed_by_truth(found):
-            torch.manual_seed(4)
-            want = self.run(model, inputs)
-            self.assert_close(got, want, 1e-9)
-            for name, gradient in _gradients(model, want).items():
-                own = gradients[name]
-                assert (own is None) == (gradient is None), f"{attention}: {name} has a gradient only in one"
-                if own is not None and gradient is not None:
-                    assert own.isfinite().all(), f"{attention}: the gradient of {name} is not finite"
-                    at = gradient.isfinite()  # a plain formula has none at a zero vector
-                    self.assert_close(own[at], gradient[at], 1e-9)
+    def _compare_with_reference(self, *attentions: str) -> None:
+        inputs = map_tensors(self.inputs(), lambda x: x.double() if x.is_floating_point() else x)
+        standard = self.run(self.injected("standard").double().eval(), inputs)
+        for attention in attentions:
+            model = self.injected(attention).double().eval()
+            found = [module for module in model.modules() if isinstance(module, Mechanism)]
+            got = self.seeded(model, inputs)
+            assert not torch.allclose(_plain(got), _plain(standard), atol=1e-9), attention
+            gradients = _gradients(model, got)
+            if any(missing(mechanism.config) for mechanism in found):
+                continue
+            with computed_by_truth(found):
+                want = self.seeded(model, inputs)
+                self.assert_close(got, want, 1e-9)
+                for name, gradient in _gradients(model, want).items():
+                    own = gradients[name]
+                    assert (own is None) == (gradient is None), f"{attention}: {name} has a gradient only in one"
+                    if own is not None and gradient is not None:
+                        assert own.isfinite().all(), f"{attention}: the gradient of {name} is not finite"
+                        at = gradient.isfinite()  # a plain formula has none at a zero vector
+                        self.assert_close(own[at], gradient[at], 1e-9)
 
     def test_families_train_or_are_refused_by_name(self) -> None:
         """Mechanisms without weights refuse to drop them, to pass them on and to return them."""
@@ -400,8 +395,6 @@ class AdapterConformance(ABC):
         model = self.injected("quest").eval()
         want = self.run(model, self.inputs())
         self.assert_close(self.run(copy.deepcopy(model), self.inputs()), want)
-        if not self.pickles:
-            return
         twin = pickle.loads(pickle.dumps(model))
         self.assert_close(self.run(twin, self.inputs()), want)
         assert getattr(twin, REPORT) == getattr(model, REPORT)
@@ -499,16 +492,6 @@ def _touched(model: nn.Module) -> Iterator[set[int]]:
     finally:
         for module, name in wrapped:
             delattr(module, name)
-
-
-def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple | list):
-        return type(value)(_map_tensors(x, change) for x in value)
-    if isinstance(value, dict):
-        return {key: _map_tensors(x, change) for key, x in value.items()}
-    return value
 
 
 def _gradients(model: nn.Module, out: Tensor) -> dict[str, Tensor | None]:

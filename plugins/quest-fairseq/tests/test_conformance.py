@@ -40,7 +40,7 @@ class TestLanguageModel(LanguageModel, refused=("sinkhorn", "kdgqa(kv_heads=2)",
         return build("transformer_lm", *LM)
 
 
-class TestLanguageModelFewHeads(LanguageModel, variant=True, pickles=False):
+class TestLanguageModelFewHeads(LanguageModel, variant=True):
     """Learned positions, a factor for each head, layers that are computed again for the backward pass."""
 
     def make_model(self):
