@@ -10,7 +10,7 @@ from cells import cell, run
 from quest_research.suites import explain
 from quest_research.suites.images import VisionTransformer
 
-SHAPE = {"size": 28, "patch": 14, "width": 16, "heads": 2}
+SHAPE = {"size": (28, 28), "patch": 14, "width": 16, "heads": 2}
 
 
 def test_masks_are_exact():

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from cells import cell, run
@@ -100,3 +101,13 @@ def test_images_of_cifar_are_read(tmp_path):
     (tmp_path / "test_batch.bin").write_bytes(b"short")
     with pytest.raises(ConfigError, match="binary version"):
         images.load(tmp_path, options, draw)
+
+
+def test_signals_are_images_of_one_row(tmp_path):
+    x, y = np.random.default_rng(0).normal(size=(20, 40)), np.arange(20) % 10
+    np.savez(tmp_path / "mnist1d.npz", x=x, y=y, x_test=x[:5], y_test=y[:5])
+    signals = images.load(tmp_path, {"train": 4, "validation": 2}, torch.Generator().manual_seed(0))
+    shape = {"patch": 1, "width": 8, "layers": 1, "heads": 2}
+    assert images.build("quest", signals, shape)(signals.test[0]).shape == (5, 10)
+    with pytest.raises(ConfigError, match="patch is 4, which does not divide the sides of 1 × 40 pixels"):
+        images.build("quest", signals, shape | {"patch": 4})

@@ -77,8 +77,8 @@ def run(cell: Cell, progress: Progress) -> Result:
     canvases, shown, test = (canvases - mean) / deviation, test[:SHOWN], (test - mean) / deviation
 
     torch.manual_seed(cell.seed)
-    shape = {name: options[name] for name in ("size", "patch", "width", "layers", "heads")}
-    model = VisionTransformer(cell.attention, **shape)
+    shape = {name: options[name] for name in ("patch", "width", "layers", "heads")}
+    model = VisionTransformer(cell.attention, size=(size, size), **shape)
     try:
         found = classify(
             cell,

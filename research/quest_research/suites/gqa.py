@@ -203,7 +203,7 @@ def build(attention: AttentionConfig, seed: int, options: Mapping[str, Any]) -> 
     """Return a fresh model."""
     torch.manual_seed(seed)
     shape = {name: options[name] for name in ("patch", "width", "layers", "heads")}
-    return VisionTransformer(str(attention), size=28, **shape)
+    return VisionTransformer(str(attention), size=(28, 28), **shape)
 
 
 def convert(

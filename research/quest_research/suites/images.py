@@ -6,8 +6,9 @@ deviations, and all biases at 0. AdamW, a cosine schedule that starts at the ful
 unless asked for, no dropout. Images are 0..1 and the model subtracts the mean of the training images and divides by
 their deviation, for each channel.
 
-images/digits trains on scikit-learn's handwritten digits of 8 x 8 pixels, images/fashion-mnist on clothes. Neither has
-augmentation or clipping of gradients. images/recipes has two recipes:
+images/digits trains on scikit-learn's handwritten digits of 8 x 8 pixels, images/fashion-mnist on clothes, and
+images/mnist-1d on signals of 40 samples, which are images of one row. None but images/recipes has augmentation or
+clipping of gradients. It has two recipes:
 
 - vit: gradients are clipped to norm 1, as in the ViT paper.
 - deit (Touvron et al., 2021): flips, shifts, mixup 0.8 or cutmix 1.0, random erasing 0.25, label smoothing 0.1 and
@@ -97,8 +98,8 @@ class VisionTransformer(nn.Module):
 
     Args:
         attention: the attention of every block.
-        size: pixels a side.
-        patch: pixels a side of a patch; `size` is a multiple.
+        size: pixels of height and width.
+        patch: pixels a side of a patch; both of `size` are multiples.
         width: features E of a token.
         layers: blocks.
         heads: attention heads of a block.
@@ -117,7 +118,7 @@ class VisionTransformer(nn.Module):
         self,
         attention: str,
         *,
-        size: int,
+        size: Sequence[int],
         patch: int,
         width: int,
         layers: int,
@@ -127,13 +128,14 @@ class VisionTransformer(nn.Module):
         drop: float = 0.0,
     ) -> None:
         super().__init__()
-        if size % patch:
-            raise ConfigError(f"option patch is {patch}, which does not divide the {size} pixels of a side")
+        if any(side % patch for side in size):
+            sides = " × ".join(map(str, size))
+            raise ConfigError(f"option patch is {patch}, which does not divide the sides of {sides} pixels")
         self.patch = patch
         self.register_buffer("mean", torch.zeros(channels, 1, 1))
         self.register_buffer("deviation", torch.ones(channels, 1, 1))
         self.embedding = nn.Linear(channels * patch * patch, width)
-        self.positions = nn.Parameter(torch.empty((size // patch) ** 2, width))  # [N, E]
+        self.positions = nn.Parameter(torch.empty(math.prod(side // patch for side in size), width))  # [N, E]
         self.blocks = nn.ModuleList(Block(width, heads, attention, drop=drop) for _ in range(layers))
         quest_core.chain(self)
         self.norm = nn.LayerNorm(width)
@@ -142,7 +144,7 @@ class VisionTransformer(nn.Module):
         start(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        """images [B, C, S, S], or [B, S, S] of one channel -> class logits [B, classes]."""
+        """images [B, C, H, W], or [B, H, W] of one channel -> class logits [B, classes]."""
         images = images[:, None] if images.dim() == 3 else images
         images = (images - self.mean) / self.deviation
         patches = images.unfold(2, self.patch, self.patch).unfold(3, self.patch, self.patch)  # [B, C, n, n, p, p]
@@ -360,7 +362,7 @@ def build(attention: str, data: Images, options: Mapping[str, Any], drop: float 
     """Return the model of the options patch, width, layers and heads, with the statistics of the training images."""
     images = data.train[0]
     shape = {name: options[name] for name in ("patch", "width", "layers", "heads")}
-    channels, size = images.shape[1:3]
+    channels, *size = images.shape[1:]
     model = VisionTransformer(attention, size=size, channels=channels, classes=data.classes, drop=drop, **shape)
     model.mean, model.deviation = (x[:, None, None].cpu() for x in (images.mean((0, 2, 3)), images.std((0, 2, 3))))
     return model.to(data.device)
@@ -446,7 +448,7 @@ def load(
 
     Args:
         folder: holds the four IDX files of Fashion-MNIST or MNIST, compressed or not, or the binary version of
-            CIFAR-10. None takes Debian's package dataset-fashion-mnist.
+            CIFAR-10, or MNIST-1D. None takes Debian's package dataset-fashion-mnist.
         options: train and validation, numbers of images; test, 0 or left out for all.
         draw: selects training and validation images.
         sources: the training and the test split, in place of a folder.
@@ -484,6 +486,10 @@ def _sources(folder: Path | None) -> list[Source]:
     """Return the training and the test split of a folder."""
     if folder and any(folder.glob("*.bin")):
         return _cifar(folder)
+    if folder and (path := folder / "mnist1d.npz").is_file():
+        with np.load(path) as file:
+            found = {name: torch.from_numpy(file[name]) for name in ("x", "y", "x_test", "y_test")}
+        return [(found[f"x{part}"].float()[:, None, None].__getitem__, found[f"y{part}"]) for part in ("", "_test")]
     idx = [read(folder, split) for split in ("train", "t10k")]
     return [(images[:, None].__getitem__, labels) for images, labels in idx]
 

@@ -121,6 +121,14 @@ MAD_OPTIONS = _options(
 
 _VALIDATION = {"unit": "%", "selection": "validation"}
 _IMAGES = {"metric": "accuracy", **_VALIDATION, "data": IMAGE_DATA, "data_files": IMAGE_FILES}
+_WIDTHS: dict[str, Any] = {
+    "tasks": [f"D={width}" for width in (4, 8, 16, 32, 64)],
+    "metric": "bits",
+    "unit": "bits",
+    "higher_is_better": False,
+    "selection": "validation",
+    "options": WIDTHS_OPTIONS,
+}
 _IDX = {"data": IDX_DATA, "data_files": IMAGE_FILES[:1]}
 
 
@@ -159,6 +167,25 @@ SUITES: dict[str, dict[str, Any]] = {
         "tasks": ["vit", "deit"],
         "options": RECIPE_OPTIONS,
     },
+    "images/cifar10": {
+        **_IMAGES,
+        "summary": "a small Vision Transformer on CIFAR-10, one task for each learning rate",
+        "tasks": ["lr=0.001", "lr=0.003", "lr=0.01"],
+        "options": _images(patch=4),
+        "data": "cifar-10-batches-bin of: curl https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz | tar xz",
+        "data_files": ["test_batch.bin"],
+        "data_required": True,
+    },
+    "images/mnist-1d": {
+        **_IMAGES,
+        "summary": "the same Transformer on the 40 samples of MNIST-1D's signals",
+        "tasks": ["lr=0.001", "lr=0.003", "lr=0.01"],
+        "options": _images(train=3200, validation=800, epochs=30, batch=32, patch=1, layers=2),
+        "data": 'mnist1d.npz, by the package mnist1d: python -c "import numpy, mnist1d.data as m; '
+        "d = m.make_dataset(); del d['templates']; numpy.savez('mnist1d.npz', **d)\"",
+        "data_files": ["mnist1d.npz"],
+        "data_required": True,
+    },
     "stability/rates": {
         **_IMAGES,
         "summary": "accuracy over learning rates up to divergence, of a Vision Transformer and of a language model",
@@ -168,15 +195,17 @@ SUITES: dict[str, dict[str, Any]] = {
         "plots": "quest_research.suites.stability:plots",
     },
     "widths/text": {
+        **_WIDTHS,
         "summary": "bits per character of a small language model, by the width of its heads",
-        "tasks": [f"D={width}" for width in (4, 8, 16, 32, 64)],
-        "metric": "bits",
-        "unit": "bits",
-        "higher_is_better": False,
-        "selection": "validation",
-        "options": WIDTHS_OPTIONS,
         "data": "a folder with input.txt, such as tiny Shakespeare; Python's documentation topics by default",
         "data_files": ["input.txt"],
+    },
+    "widths/brown": {
+        **_WIDTHS,
+        "summary": "the same on the Brown corpus",
+        "data": "the folder packages/corpora of: git clone --depth 1 https://github.com/nltk/nltk_data",
+        "data_files": ["brown.zip"],
+        "data_required": True,
     },
     "recall/mqar": {
         **_VALIDATION,

@@ -1,4 +1,4 @@
-"""Suite widths/text: how the width of a head decides what an attention is worth, on a small model of characters.
+"""Suites widths/*: how the width of a head decides what an attention is worth, on a small model of characters.
 
 A task "D=16" gives the heads 16 features each; the width of the model stays, so that every task has the same parameters
 and the same products. A cell trains one attention at each of several learning rates, half a decade apart, and reports
@@ -8,8 +8,11 @@ the one that is best in validation. All attentions see the same pieces of the te
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import torch
 
@@ -27,8 +30,8 @@ def run(cell: Cell, progress: Progress) -> Result:
     """Train one attention with heads of one width and one seed.
 
     Args:
-        cell: `task` is "D=" and the features of a head; `data` a folder with input.txt, of which the last tenth is held
-            out, or None for Python's documentation topics.
+        cell: `task` is "D=" and the features of a head; `data` a folder with input.txt or nltk_data's brown.zip, of
+            whose text the last tenth is held out, or None for Python's documentation topics.
 
     Returns:
         Metrics ``bits`` per character of the test, at the rate that is best in validation, ``bits/lr=R`` at each rate,
@@ -75,10 +78,11 @@ def run(cell: Cell, progress: Progress) -> Result:
 
 def texts(cell: Cell, options: Mapping[str, Any]) -> tuple[Split, Split, Split, int]:
     """Return random pieces of the training text, both halves of the held-out text, and the size of the vocabulary."""
-    path = cell.data and cell.data / "input.txt"
-    if path and not path.is_file():
-        raise ConfigError(f"no {path}; --data names a folder with input.txt, for example tiny Shakespeare")
-    text, rest, vocabulary = corpus(path.read_text(encoding="utf-8") if path else None)
+    written = None
+    if cell.data:
+        brown = cell.suite == "widths/brown"
+        written = untagged(cell.data / "brown.zip") if brown else (cell.data / "input.txt").read_text(encoding="utf-8")
+    text, rest, vocabulary = corpus(written)
     draw = torch.Generator().manual_seed(cell.seed)
     first = torch.randint(len(text) - CONTEXT, (options["steps"] * options["batch"], 1), generator=draw)
     drawn = text[first + torch.arange(CONTEXT + 1)]
@@ -86,3 +90,12 @@ def texts(cell: Cell, options: Mapping[str, Any]) -> tuple[Split, Split, Split, 
     if cell.smoke:
         held = [(x[:8], y[:8]) for x, y in held]
     return (drawn[:, :-1], drawn[:, 1:]), held[0], held[1], vocabulary
+
+
+def untagged(archive: Path) -> str:
+    """Return the Brown corpus without its tags, a sentence a line; texts whose number ends on 0, of all kinds, last."""
+    with ZipFile(archive) as file:
+        names = [name for name in file.namelist() if re.fullmatch(r"brown/c[a-r]\d\d", name)]
+        texts = [file.read(name).decode() for name in sorted(names, key=lambda name: (name[-1] == "0", name))]
+    lines = (line.split() for line in "\n".join(texts).splitlines())
+    return "\n".join(" ".join(word.rpartition("/")[0] for word in line) for line in lines if line)
