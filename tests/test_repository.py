@@ -394,6 +394,16 @@ def test_skips_need_a_reason_and_can_be_forbidden(reason, no_skip, outcome, monk
     assert pytest_plugin._examine(report).outcome == outcome
 
 
+@pytest.mark.parametrize(("imported", "named"), [(0.5, ["b", "c"]), (2.0, ["c"]), (9.0, [])])
+def test_a_test_that_works_too_long_fails_the_run(imported, named, monkeypatch):
+    monkeypatch.setattr(pytest_plugin, "_seconds_of_import", lambda: imported)
+    config = SimpleNamespace(stash={pytest_plugin.OVER: {"b": 6.0, "c": 20.0}})
+    session = SimpleNamespace(config=config, exitstatus=0)
+    pytest_plugin.pytest_sessionfinish(session)
+    assert list(config.stash[pytest_plugin.OVER]) == named
+    assert session.exitstatus == bool(named)
+
+
 def test_the_processes_of_a_command_end_with_it(tmp_path):
     script = "import subprocess, sys; print(subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL).pid)"
     assert running.run([sys.executable, "-c", script], tmp_path / "log") == 0
