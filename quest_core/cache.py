@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compat import is_eager, may_read
 from .errors import InputError, UnsupportedError, check_sizes
 
 
@@ -66,13 +65,9 @@ class Cache:
         return {**self.__dict__, "_owner": None}  # a copy may belong to a copy of the layer
 
     def admit(self, mechanism: Any, k: Tensor, v: Tensor, *, in_place: bool) -> None:
-        """Begin a step of `mechanism` with new tokens k [B, G, N, D] and v [B, G, N, Dv], before any normalization.
+        """Begin a step of `mechanism` with new k [B, G, N, D] and v [B, G, N, Dv]; InputError if they do not fit.
 
         If `in_place`, `append` may write into memory that earlier steps have returned views of.
-
-        Raises:
-            InputError: the tokens are those of another layer, or more than `max_length`; or tensors differ from those
-                of earlier steps in batch, heads, features, type or device.
         """
         if self.tokens and self._owner not in (None, mechanism):
             raise InputError(
@@ -132,13 +127,10 @@ class Cache:
         """Keep the batch rows `rows` [B'], in that order, as a beam search chooses them; a row may appear repeatedly.
 
         Raises:
-            InputError: `rows` is not a vector of whole numbers, or names a row that is not there.
+            InputError: `rows` is not a vector of whole numbers.
         """
         if rows.dim() != 1 or rows.dtype not in (torch.int64, torch.int32):
             raise InputError(f"rows is {rows.dtype} of shape {list(rows.shape)}; it is a vector of batch indices [B']")
-        batch = next((shape[0] for shape in self._shapes.values()), 0) if self.tokens else 0
-        if self.tokens and is_eager() and may_read(rows) and not bool(((rows >= 0) & (rows < batch)).all()):
-            raise InputError(f"rows is {rows.tolist()}; the cache has a batch of {batch}, so they are 0 to {batch - 1}")
         memories = {}
         for name, memory in self._memory.items() if self.tokens else ():
             old = memory[:, :, : self.tokens]  # [B, G, tokens, D]
@@ -162,9 +154,8 @@ class Cache:
             raise InputError(f"crop({tokens}): the cache holds {self.tokens} tokens; choose 0 to {self.tokens}")
         if self._states and 0 < tokens < self.tokens:
             raise UnsupportedError(
-                f"crop({tokens}): attention '{self._attention}' keeps sums over all {self.tokens} tokens "
-                f"({', '.join(self._states)}), from which single tokens cannot be removed; keep a copy() of the cache "
-                f"at {tokens} tokens, or crop(0) and decode again"
+                f"crop({tokens}): attention '{self._attention}' keeps sums over all {self.tokens} tokens; keep a "
+                f"copy() of the cache at {tokens} tokens, or crop(0) and decode again"
             )
         if tokens == 0:
             self._states = {}
