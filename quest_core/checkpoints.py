@@ -72,10 +72,6 @@ def compare(
         attention_from: the checkpoint's attention, if the user has named it.
         path: of the layer.
         load: an object that is the same for all layers of one call of load_state_dict, which warns only once.
-
-    Raises:
-        CheckpointError: the checkpoint has an attention other than `config` and `attention_from`, or any other where
-            `config` sets the norms of new projections.
     """
     trained = str(STANDARD) if entry is None else decode(entry)
     if config.means(trained):
@@ -203,22 +199,13 @@ def _lacks_weights(layer: str, mechanism: str, state_dict: Mapping[str, Any], mi
 
 
 def compare_before_loading(model: nn.Module) -> None:
-    """Make `load_state_dict` compare all layers of `model` first, so that a refused checkpoint changes none.
-
-    `inject` calls it. In a model that was built with quest_core's layers each layer is compared before its own tensors
-    are copied.
-    """
+    """Make `load_state_dict` compare all layers of `model` first, so that a refused checkpoint changes none."""
     if HOOK not in vars(model):
         vars(model)[HOOK] = model.register_load_state_dict_pre_hook(compare_layers)
 
 
 def set_attention_from(model: nn.Module, attention_from: AttentionSpec) -> None:
-    """Let a model load weights that were trained with another attention, without an error or a warning.
-
-    Args:
-        model: with quest_core attention in it.
-        attention_from: the attention of the weights; "standard" for those of the host.
-    """
+    """Let a model load weights that were trained with another attention ("standard": the host's), without a warning."""
     config = AttentionConfig.parse(attention_from)
     for module in model.modules():
         if isinstance(module, CheckpointGuard):

@@ -64,8 +64,7 @@ def constant_result(function: Function) -> Function:
     """Mark a function that torch.compile calls instead of reading it; the result is a constant in the graph.
 
     torch.compiler.assume_constant_result does the same, but imports the whole compiler first, which takes seconds.
-    Dynamo stores the result as a global of the frame that it compiles, under the name in the code. With the function's
-    own name, a frame in a module that calls the function would lose it.
+    Dynamo stores the result as a global under the name in the code, where it must not replace the function.
     """
     function.__code__ = function.__code__.replace(co_name=f"result_of_{function.__name__}")
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -99,10 +98,7 @@ def is_one_in_example(length: Any) -> bool:
 
 
 def refuse_one_token(attention: object, *lengths: Any) -> None:
-    """Raise UnsupportedError if torch.onnx.export(dynamo=True) would fix a length, because its example has one token.
-
-    PyTorch fixes the 1 where formulas without a kernel, or learned scales, broadcast.
-    """
+    """Raise UnsupportedError if torch.onnx.export(dynamo=True) has an example of one token, whose length it fixes."""
     if any(map(is_one_in_example, lengths)):
         raise UnsupportedError(
             f"attention '{attention}' cannot be exported by torch.onnx.export from an example of one token, which "
@@ -120,10 +116,7 @@ _is_torch_func_active: Callable[[], bool] = torch._C._are_functorch_transforms_a
 
 
 def transform() -> str | None:
-    """Return the name of the active function transform, or None: torch.func or forward differentiation.
-
-    Always None inside torch.compile and torch.export, which handle transforms themselves.
-    """
+    """Return the name of the active function transform, or None, as inside torch.compile and torch.export."""
     if not (_is_torch_func_active() or forward_ad._current_level >= 0) or is_compiling():
         return None
     return "torch.func" if _is_torch_func_active() else "forward-mode differentiation"
@@ -167,10 +160,7 @@ def callables(one: Any, other: Any) -> tuple[Callable[..., Any], Callable[..., A
 
 
 def fx_node(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a node that calls `module` if torch.fx.symbolic_trace runs this code, else None.
-
-    The checks of a module branch on shapes and types, which a symbolic trace has not.
-    """
+    """Return a node that calls `module` if torch.fx.symbolic_trace, which has no shapes, runs this code; else None."""
     if nn.Module.__call__ is _CALL:
         return None
     proxy = next((x for x in (*args, *kwargs.values()) if isinstance(x, Proxy)), None)
@@ -224,10 +214,7 @@ def is_recomputing() -> bool:
 
 
 def tokens_are_divided() -> bool:
-    """Return whether this runs inside torch's context_parallel, which replaces only scaled_dot_product_attention.
-
-    A mechanism that does not call that function would attend only to the tokens of one rank.
-    """
+    """Return whether this runs inside torch's context_parallel, which replaces only scaled_dot_product_attention."""
     current = F.scaled_dot_product_attention
     replaced = current is not ATTENTION and not is_compiling()
     return replaced and str(getattr(current, "__module__", "")).startswith("torch.distributed.tensor.experimental")

@@ -53,8 +53,7 @@ class Mechanism(CheckpointGuard):
         kv_heads: key/value heads G; by default what the attention says. With `mha` the host's own number: if G < H,
             each is shared by H/G consecutive query heads, and the config still reads `mha`.
         standard_scale: the host's own factor on q·k, if it is not the 1/√D that some scores have.
-        projected: the caller has the projections and calls `quest_core.projections.init_norms`; without it, options
-            that set initial norms of queries and keys are an error.
+        projected: the caller calls `quest_core.projections.init_norms`, so options may set initial norms.
 
     Raises:
         ConfigError: unknown name or option, heads that kv_heads does not divide, or sizes missing.
@@ -62,11 +61,9 @@ class Mechanism(CheckpointGuard):
     Attributes:
         dims: the sizes that its components were built for; None for a function.
         reads, chained, fused, on_grid, unit_keys: as its components declare them.
-        hides_by_infinity: set by an adapter whose additive masks hide by −inf only; then they are not searched for
-            lowest finite values.
+        hides_by_infinity: set by an adapter whose additive masks hide by −inf only, and not by the lowest number.
         takes_unit_keys: whether `forward` may be given unit keys.
-        family: computes everything (linear, cosine, the AFTs); if None, `score`, `normalizer` and `grouping` do, and
-            `score_mod` and `output` where there are any.
+        family: computes everything (linear, cosine, the AFTs); if None, `score`, `normalizer` and `grouping` do.
         monitor: a tuple of all :class:`quest_core.tools.monitor.Layer` that see its calls, or None; copies have none.
         head_share: (rank, world size) if tensor parallelism splits the heads, else (0, 1).
     """

@@ -11,15 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .compat import (
-    autocast_dtype,
-    is_eager,
-    is_exporting_graph,
-    is_tracing,
-    may_read,
-    until_changed,
-    wider,
-)
+from .compat import autocast_dtype, is_eager, is_exporting_graph, is_tracing, may_read, until_changed, wider
 
 PLAIN_WEIGHTS = 2**23  # with this many weights per call or more, B·H·N·M, they come in blocks: 32 MiB of float32
 BLOCK_WEIGHTS = 2**20  # weights per block, unless that would be fewer than `BLOCK_ROWS` queries
@@ -238,12 +230,7 @@ def merge_masks(one: Tensor | None, other: Tensor) -> Tensor:
 
 
 def one_mask(hidden: Tensor | None, real: Tensor | None) -> Tensor | None:
-    """Return a host's two masks as one of quest_core: boolean (True = may attend) or additive; None without any.
-
-    Args:
-        hidden: boolean (True = hidden) or additive, broadcastable to [B, H, N, M].
-        real: of the keys, as `Mechanism.padding_mask` returns it.
-    """
+    """Return one mask for a host's, boolean (True = hidden) or additive, and that of `Mechanism.padding_mask`."""
     mask = ~hidden if hidden is not None and hidden.dtype == torch.bool else hidden
     return mask if real is None else merge_masks(mask, real)
 
@@ -254,10 +241,7 @@ def merge_causal(mask: Tensor | None, n: int, m: int, device: torch.device) -> T
 
 
 def block_rows(n: int, weights: int) -> int | None:
-    """Return how many of `n` queries make a block, each with `weights` weights, B·H·M; None for the plain formula.
-
-    Graphs and function transforms take the plain formula, because a loop in a graph has one fixed length.
-    """
+    """Return how many of `n` queries, of `weights` weights each, make a block; None for all, as in every graph."""
     if not is_eager() or n * weights < PLAIN_WEIGHTS:
         return None
     return max(BLOCK_ROWS, BLOCK_WEIGHTS // weights)

@@ -236,8 +236,8 @@ class Projected(FxLeaf):
 def init_norms(model: nn.Module) -> None:
     """Scale fresh projections to the norms that options of the attention ask for, such as `quest(init=12)`.
 
-    Our layers and `inject(..., fresh=True)` call it. A host that initializes its layers later calls it afterwards. It
-    scales every `Projected` in `model`, `model` itself included. A second call changes nothing.
+    A host that initializes its layers later than our constructors do calls it afterwards. It scales every `Projected`
+    in `model`, itself included. A second call changes nothing.
 
     Raises:
         UnsupportedError: weights are parametrized, have no values yet (meta device), or are zeros; nothing has changed.

@@ -200,7 +200,7 @@ FAILURES: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         model,
         {"adapter": Deaf()},
         UnsupportedError,
-        "Linear of the adapter 'deaf' has 0 parts with `projections`, not one",
+        "Linear of the adapter 'deaf' has 0 parts with `projections`; expected one",
     ),
     "a model that fails": (model, {"batches": [torch.zeros(2, 5, E + 1)]}, Exception, "."),
 }

@@ -90,15 +90,11 @@ def _parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
     return parser
 
 
-def _check(arguments: argparse.Namespace) -> int:
-    if arguments.attention is not None:
-        return mechanisms.explain(arguments.attention)
-    return mechanisms.check(arguments.mechanism)
-
-
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "list": lambda _: mechanisms.show(),
-    "check": _check,
+    "check": lambda given: (
+        mechanisms.check(given.mechanism) if given.mechanism else mechanisms.explain(given.attention)
+    ),
     "doctor": lambda given: doctor.main(given.timeout),
     "run": lambda _: 0,  # not reached: the process becomes the command
     "watch": lambda _: 0,

@@ -21,7 +21,8 @@ EXAMPLES = {"mechanism": "power", "plugin": "toy"}  # examples/third_party_KIND 
 
 def new(kind: str, name: str, out: Path) -> int:
     """Copy the example of a mechanism or a plugin under another name, and print what to do next."""
-    taken = f"the distribution quest-{name}" if _OURS.fullmatch(name) or _is_installed(f"quest-{name}") else ""
+    exists = _OURS.fullmatch(name) or any(metadata.distributions(name=f"quest-{name}"))
+    taken = f"the distribution quest-{name}" if exists else ""
     if kind == "mechanism" and name in mechanisms():
         taken = f"the mechanism '{name}'"
     if taken:
@@ -32,14 +33,6 @@ def new(kind: str, name: str, out: Path) -> int:
     print(f"  python -m pytest {shlex.quote(str(folder))}")
     print(f"  quest {'list' if kind == 'mechanism' else 'doctor'}      # it is there")
     return 0
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def copy_example(example: str, old: str, name: str, out: Path) -> Path:

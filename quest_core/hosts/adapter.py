@@ -107,11 +107,7 @@ class HostAttention(Projected):
 
     @classmethod
     def asks(cls, host: Any, path: str, model: nn.Module) -> Capabilities:
-        """Return what a module asks of a mechanism; by default `capabilities`, and dropout if `attn_drop` drops.
-
-        Args:
-            host: the module, at `path` of `model`.
-        """
+        """Return what a module asks of a mechanism: `capabilities`, and dropout if its `attn_drop` drops."""
         return replace(cls.capabilities, dropout=rate(getattr(host, "attn_drop", 0.0)) > 0)
 
     @classmethod
@@ -134,11 +130,9 @@ class HostAttention(Projected):
     ) -> Made:
         """Return the draft of a replacement, with the attributes, parameters and sub-modules of `host`.
 
-        `host` is not changed; `quest_core.drafts.assign` makes it what the draft is. Override it to set attributes.
+        Override it to set attributes.
 
         Args:
-            host: the module to replace.
-            config: the mechanism.
             num_heads, head_dim, value_dim: as in `quest_core.mechanism.head_sizes`.
             kv_heads: key/value heads of the host's own model; `num_heads` by default.
             standard_scale: the host's factor on q·k; 1/√D by default.
@@ -187,14 +181,12 @@ class HostAttention(Projected):
         """
         if dropout_p is None:
             dropout_p = rate(self.attn_drop) if self.training else 0.0
-        attend: Any = self.mechanism
+        how: Any = {"attn_mask": mask, "is_causal": is_causal, "dropout_p": dropout_p}
         if seeded and dropout_p > 0:
-            attend = self._on_weights
-        out: Tensor = attend(q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=dropout_p)
+            out, _ = self.mechanism.forward_with_weights(q, k, v, **how)
+        else:
+            out = self.mechanism(q, k, v, **how)
         return out.transpose(-3, -2).flatten(-2)
-
-    def _on_weights(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        return self.mechanism.forward_with_weights(q, k, v, **options)[0]
 
 
 def mechanism_for(
@@ -208,12 +200,8 @@ def mechanism_for(
 ) -> Mechanism:
     """Return a mechanism on the device, in the type and in the mode of the module that it becomes a part of.
 
-    Its parameters are frozen if all projections of the host are.
-
-    Args:
-        scale: the host's factor on q·k; None for 1/√D.
-        projections: names those of the host; None for all its parameters.
-        like: has the device and the type where the host has no parameters.
+    Its parameters are frozen if all `projections` of the host are, or without these all its parameters. `scale` is the
+    host's factor on q·k, None for 1/√D; `like` has the device and the type where the host has no parameters.
     """
     heads = {"num_heads": sizes.num_heads, "head_dim": sizes.head_dim, "kv_heads": sizes.kv_heads}
     made = Mechanism(config, **heads, standard_scale=scale, projected=True)
@@ -284,8 +272,7 @@ class Adapter(ABC):
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield every attention module of this host in `model`, in the order of the forward pass.
 
-        The default yields the modules that have a `replacement`, in the order of registration. A module that was
-        replaced before is a site again.
+        The default yields the modules that have a `replacement`; one that was replaced before has it too.
         """
         for path, module in model.named_modules():
             kind = self.replacement(module)
@@ -298,11 +285,9 @@ class Adapter(ABC):
         return Site(path, module, sizes["num_heads"], sizes["head_dim"], kind.asks(module, path, model))
 
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
-        """Return the draft of a module that takes the host's calls of `site.module` and has another mechanism.
+        """Return the draft (`quest_core.drafts`) of a module that takes the host's calls of `site.module`.
 
-        It keeps the host's parameter objects, names and shapes where the mechanism has no parameters of its own, and
-        does not change the model: `inject` does, after all drafts are made. Random numbers may be drawn freely.
-        See `quest_core.drafts`.
+        It keeps the host's parameter objects and names. `inject` changes the model after all drafts are made.
         """
         kind = self.replacement(site.module)
         assert kind is not None
@@ -342,11 +327,7 @@ class Adapter(ABC):
         self.patches.undo()
 
     def forward_notices(self, logger: Callable[[], logging.Logger]) -> None:
-        """Write the notices of quest_core to the handlers of the host's own logger too, until `uninstall`.
-
-        Args:
-            logger: called for every record, because hosts make their logger late and once for each run.
-        """
+        """Write the notices of quest_core to the handlers of the host's own logger too, until `uninstall`."""
         handler = Forward(logger)
         LOGGER.setLevel(logging.INFO)
         add, remove = (functools.partial(change, handler) for change in (LOGGER.addHandler, LOGGER.removeHandler))
@@ -367,32 +348,25 @@ class Adapter(ABC):
         """
 
     def projected(self, module: nn.Module) -> list[Projected]:
-        """Return the parts of a replacement that describe their projections.
+        """Return the parts that describe their projections of a module that `replace` made.
 
         Override it for replacements that keep the host's class: return `Projected` views of their parameters.
-
-        Args:
-            module: as `replace` made it.
         """
         return [part for part in module.modules() if isinstance(part, Projected)]
 
     def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
         """Multiply each head's query projection, bias included, in place: what `quest_core.calibrate` needs.
 
-        Override it for queries that `quest_core.projections` cannot describe.
-
-        Args:
-            module: as `replace` made it; it is or contains one `Projected`.
-            factor: [H], float64 on the CPU.
+        Override it for queries that `quest_core.projections` cannot describe. `factor` is [H], float64 on the CPU.
 
         Raises:
-            UnsupportedError: the module is or contains no `Projected`, or its weight is made from others.
+            UnsupportedError: the module has not one `Projected`, or its weight is made from others.
         """
         found = self.projected(module)
         if len(found) != 1:
             raise UnsupportedError(
-                f"{type(module).__name__} of the adapter '{self.name}' has {len(found)} parts with `projections`, not "
-                "one (quest_core.projections.Projected), so its query projection is not known"
+                f"{type(module).__name__} of the adapter '{self.name}' has {len(found)} parts with `projections`; "
+                "expected one (quest_core.projections.Projected), whose queries are scaled"
             )
         found[0].projections.scale(found[0], found[0].head_sizes, "q", factor)
 

@@ -234,9 +234,8 @@ class Following(TorchFunctionMode):
         if name == "mul" and self._is_factor(one, other, out):
             one, other = other, one
         flows = self.flows(one)
-        plain = isinstance(other, numbers.Real)
-        learned = not plain and self.is_parameter(other)
-        factor = float(other) if plain else None if self.flows(other) and not learned else number(other)
+        learned = self.is_parameter(other)
+        factor = None if self.flows(other) and not learned else number(other)
         changed: list[Flow] = []
         if factor is not None and isinstance(one, Tensor) and (factor != 0 or name == "mul"):
             if not flows and not self.is_parameter(one) and out.is_floating_point():
@@ -251,7 +250,7 @@ class Following(TorchFunctionMode):
                     flow.origin.uses.append("by entries")
                 frozen = isinstance(other, nn.Parameter) and not other.requires_grad
                 trained = learned and not frozen
-                if kind == "product" and (trained or self._is_logits(other) or not self._hides(other)):
+                if kind == "product" and (trained or not self._hides(other)):
                     why = LEARNED if learned else "a tensor of factors"
                 elif flow.factor != 1 and any(f.origin is not ACTIVATION for f in self.flows(other)):
                     why = "a factor, and a product after it"
@@ -275,11 +274,10 @@ class Following(TorchFunctionMode):
                 return small is one
         return bool(self.flows(other) and not self.flows(one))
 
-    def _is_logits(self, x: Any) -> bool:
-        return any(flow.origin.kind == "product" and not flow.origin.is_plain for flow in self.flows(x))
-
     def _hides(self, x: Any) -> bool:
-        """Return whether a tensor holds only zeros and ones, as a mask does; only a search looks."""
+        """Return whether a tensor holds only zeros and ones, as a mask does, and no logits; only a search looks."""
+        if any(flow.origin.kind == "product" and not flow.origin.is_plain for flow in self.flows(x)):
+            return False
         return not self.places or x.dtype == torch.bool or bool(((x == 0) | (x == 1)).all())
 
     def _passed(
@@ -361,11 +359,7 @@ def alpha(rest: dict[str, Any]) -> float:
 
 
 def factor_of(flows: Flows, *, sums: bool = False) -> float | None:
-    """Return the factor of an activation, 1 if none is known; None if it cannot be separated.
-
-    Args:
-        sums: that of a sum counts, though its parts have other factors.
-    """
+    """Return the factor of an activation, 1 if none is known, None if it is unclear; `sums` takes that of one part."""
     for flow in flows:
         if flow.origin.kind == "plain":
             return abs(flow.factor) if flow.odd is None or (sums and flow.odd == PART) else None
@@ -486,13 +480,9 @@ def _same(one: float, two: float) -> bool:
 
 def _is_far(args: Any, kwargs: Any) -> bool:
     """Return whether all bounds of clamp, max or maximum are too far to change logits."""
-    bounds = [number(x) for x in (*args[1:], *(v for k, v in kwargs.items() if k in ("min", "max", "other")))]
-    known = [x for x in bounds if x is not None]
-    return (
-        bool(known)
-        and len(known) == len([x for x in args[1:] if x is not None] or known)
-        and all(abs(x) >= NEUTRAL for x in known)
-    )
+    given = (*args[1:], *(v for k, v in kwargs.items() if k in ("min", "max", "other")))
+    bounds = [number(x) for x in given if x is not None]
+    return bool(bounds) and all(x is not None and abs(x) >= NEUTRAL for x in bounds)
 
 
 def _joined(flows: list[Flow]) -> Flows:

@@ -117,8 +117,7 @@ _REHEARSES: ContextVar[bool] = ContextVar("_REHEARSES", default=False)
 def rehearse(build: Callable[[], Any]) -> None:
     """Build a model and throw it away, to see before a run touches a file that the model can have its attention.
 
-    Random numbers on the CPU are left as they were, and no report is written. Errors of the host are ignored, because
-    the host raises them when it builds the model; those of quest_core are raised.
+    No report is written. Errors of the host are ignored, because the host raises them when it builds the model.
     """
     rehearses = _REHEARSES.set(True)
     try:
@@ -142,15 +141,12 @@ class Request:
 
     @classmethod
     def read(cls, options: Mapping[str, Any], where: str, others: Iterable[str] = ()) -> Request | None:
-        """Return what `options` ask for, or None if they ask for nothing.
+        """Return what `options` ask for, or None; ConfigError for an unknown, misspelt or misplaced key or value.
 
         Args:
             options: of a model in a host's configuration, those of the host among them.
             where: the owner of the options, as messages name it.
             others: names among `options` that nothing else reads.
-
-        Raises:
-            ConfigError: an unknown mechanism or option, a misspelt or misplaced key, or one without `attention`.
         """
         for name in others:
             near = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.8)
@@ -159,12 +155,11 @@ class Request:
         given = map(options.get, KEYS)
         attention, trained, partial = (None if x == "None" else x for x in given)  # the text is of a command line
         if attention is None:
-            for key in KEYS[1:]:
-                if options.get(key):
-                    raise ConfigError(
-                        f"{where}: {key}={options[key]!r} is given without attention; add attention=... too "
-                        "(attention='standard' for the host's own)"
-                    )
+            if lone := [key for key in KEYS[1:] if options.get(key)]:
+                raise ConfigError(
+                    f"{where}: {lone[0]}={options[lone[0]]!r} is given without attention; add attention=... too "
+                    "(attention='standard' for the host's own)"
+                )
             return None
         config = AttentionConfig.parse(attention)
         misplaced = sorted({option.name for part in mechanisms().values() for option in part.options} & set(others))
@@ -215,8 +210,8 @@ def inject(
 ) -> tuple[nn.Module, Report]:
     """Replace every attention of `model`, in place: the modules stay the same objects, and their classes change.
 
-    Inject before the optimizer, EMA, DDP/FSDP and torch.compile: new parameters would not be seen by them. The random
-    state is left as it was found. An error leaves the model as it was. `uninject` restores it.
+    Inject before the optimizer, EMA, DDP/FSDP and torch.compile, which would not see new parameters. The random state
+    is left as it was. An error leaves the model as it was. `uninject` restores it.
 
     >>> model, report = quest_core.inject(model, "quest")
 
@@ -226,13 +221,11 @@ def inject(
         attention: a name, mapping or AttentionConfig.
         adapter: the name of a plugin, an Adapter, or several of these, to use instead of all that apply. Where two find
             the same module, the first one replaces it.
-        fresh: the model has only been initialized. With fewer key/value heads (gqa), trained heads of a group are
-            averaged; fresh ones keep one head of each group, and with it the spread of the initialization. Options
-            that set the start of queries and keys (``quest(init=5)``) need a fresh model.
+        fresh: the model has only been initialized. With fewer key/value heads (gqa), one head of each group stays, in
+            place of the mean of trained ones. Options such as ``quest(init=5)`` need a fresh model.
         attention_from: the attention of the checkpoints that will be loaded, if that is another on
             purpose; without it `load_state_dict` raises CheckpointError, or warns of standard weights.
-        allow_partial: go on where the model holds other modules that look like attention and that no adapter replaces.
-            The report names them.
+        allow_partial: leave modules that look like attention and that no adapter replaces; the report names them.
         example: inputs for one run of the model, which finds every module that no adapter replaces and that
             calls an attention function of PyTorch or writes its attention out: ``model(*example)`` for a tuple or list,
             ``model(**example)`` for a mapping, ``example(model)`` for a function, and ``model(example)`` for others.
@@ -337,21 +330,18 @@ def uninject(model: nn.Module) -> nn.Module:
         The same model.
 
     Raises:
-        InjectionError: nothing was injected, or projections have fewer key/value heads or features (gqa, mqa,
-            aft-conv), because those of the host were not kept; or are parametrized (weight_norm) since; or a Monitor
-            watches. The model is not changed.
+        InjectionError: nothing was injected; projections were made smaller (gqa, mqa, aft-conv), and those of the host
+            were not kept; they are parametrized (weight_norm) since; or a Monitor watches. The model is not changed.
     """
     changed: dict[nn.Module, Former] = {m: vars(m)[FORMER] for m in model.modules() if FORMER in vars(m)}
     if not changed:
         raise InjectionError(f"{type(model).__name__} has no attention that inject replaced, so nothing can be undone")
-    smaller = [path for path, module in model.named_modules() if module in changed and changed[module].reparametrized]
-    if smaller:
+    if smaller := [path for path, m in model.named_modules() if m in changed and changed[m].reparametrized]:
         raise InjectionError(
             f"the projections of '{smaller[0]}' were made smaller, and those of the host were not kept; build the "
             "model again, and load its weights"
         )
-    parametrized = [module for module in changed if nn.utils.parametrize.is_parametrized(module)]
-    if parametrized:  # by a class of its own, which the host's would replace
+    if parametrized := [m for m in changed if nn.utils.parametrize.is_parametrized(m)]:  # by a class of its own
         raise InjectionError(
             f"weights of a {type(parametrized[0]).__name__} were parametrized (weight_norm, ...) after inject; undo "
             "that first: torch.nn.utils.parametrize.remove_parametrizations"
@@ -501,7 +491,7 @@ def _keep_ties(hosts: Iterable[nn.Module], made: Iterable[nn.Module]) -> None:
 def _refuse_kept_methods(model: nn.Module, changed: Mapping[nn.Module, type[nn.Module]]) -> None:
     """Raise InjectionError if a module keeps a method, as in ``self.attend = self.attn.forward``, that would change.
 
-    `changed` says the next class of each module of the model that will have one.
+    `changed` says the next classes.
     """
     for path, module in model.named_modules():
         for name, value in vars(module).items():
@@ -557,8 +547,7 @@ def _nothing_found(model: nn.Module, adapters: Iterable[Adapter], finding: Findi
     lookalikes = sorted(named | {type(m).__name__ for m in finding.missed.values()})
     text = f"{type(model).__name__} has no attention that an adapter knows (tried: {tried})"
     if ran:
-        text += ", and the example reached no call of scaled_dot_product_attention, multi_head_attention_forward or "
-        text += "flex_attention, and no softmax of q·k"
+        text += ", and the example reached no call of scaled_dot_product_attention or its kin, and no softmax of q·k"
         text += "".join(f"; '{path}': {why}" for path, why in list(finding.left.items())[:8])
     if any(isinstance(module, Mechanism) for module in model.modules()):
         return f"{text}; it has attention of quest_core, which is chosen where it is built: attention=..."
@@ -566,8 +555,5 @@ def _nothing_found(model: nn.Module, adapters: Iterable[Adapter], finding: Findi
         text += f"; modules that look like attention: {', '.join(lookalikes)}"
     text += "".join(f"; {problem}" for p in plugins() if p.running and isinstance(problem := p.load(), PluginError))
     if not ran:
-        text += (
-            "; if it calls an attention function of PyTorch or writes its attention out, say inject(model, ..., "
-            "example=batch), which finds both"
-        )
+        text += "; say inject(model, ..., example=batch), which finds calls of PyTorch's functions and written-out ones"
     return text + f"; write an adapter ({GUIDE}) or use quest_core.Attention in your model"

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,16 +28,6 @@ HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_head
 """Attributes that hold the number of heads. A module with one of them and two Linear layers looks like attention."""
 
 
-class Mode(Protocol):
-    """A TorchFunctionMode of one forward of a site."""
-
-    def __enter__(self) -> Any: ...
-    def __exit__(self, *_: Any) -> Any: ...
-
-    def finish(self) -> None:
-        """Raise UnsupportedError if the attention was not reached."""
-
-
 class FoundSite(nn.Module):
     """Mixed into the class of a site.
 
@@ -47,8 +37,11 @@ class FoundSite(nn.Module):
     mechanism: Mechanism
     found_attention: Any  # what an example showed of its attention: a Call or a Written
 
-    def attention_mode(self) -> Mode | None:
-        """Return the mode of one forward; None to leave the forward as the host's."""
+    def attention_mode(self) -> Any:
+        """Return the TorchFunctionMode of one forward, whose `finish` raises UnsupportedError if it saw no attention.
+
+        None leaves the forward as the host's.
+        """
         raise NotImplementedError
 
     def __init_subclass__(cls) -> None:
@@ -222,7 +215,10 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     So a module that fills a buffer and counts how much of it is filled gets both back. A module that makes layers or
     parameters when it first runs keeps them, and with them its attributes and the contents of its buffers.
     """
-    kept = [(module, _layout(module), _attributes(module), _values(module)) for module in model.modules()]
+    kept = [
+        (module, _layout(module), _attributes(module), [(x, x.clone()) for x in module.buffers(recurse=False)])
+        for module in model.modules()
+    ]
     with torch.no_grad():
         try:
             with same_random_state(model):
@@ -238,11 +234,6 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 def _layout(module: nn.Module) -> tuple[type, list[int], list[int]]:
     """Return the class of a module, and which modules and parameters it has."""
     return type(module), [*map(id, module._modules.values())], [*map(id, module._parameters.values())]
-
-
-def _values(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return the buffers of a module itself, each with a copy."""
-    return [(buffer, buffer.clone()) for buffer in module.buffers(recurse=False)]
 
 
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:

@@ -85,11 +85,8 @@ class Call:
     def scaled_before(self, of_q: float | None, of_k: float | None, *, separable: bool) -> Call:
         """Return the call of a host that multiplied its queries and keys by factors, None if they are not known.
 
-        They count as its scale if they make the scale of the call to 1/√D, and else stay.
-
-        Args:
-            of_q, of_k: the factors on all of the queries and keys.
-            separable: whether these are all, so that none is on a part of them or before another function.
+        They count as its scale if they make the scale of the call to 1/√D, and else stay. `separable` says that there
+        are no others, on a part or before another function.
         """
         whole = self.scale_of(self.head_dim) * math.sqrt(self.head_dim)
         if of_q is not None and of_k is not None and math.isclose(of_q * of_k * whole, 1, rel_tol=1e-2):
@@ -98,7 +95,6 @@ class Call:
         return self if plain and (separable or math.isclose(whole, 1, rel_tol=1e-2)) else replace(self, note=KEPT)
 
     def sizes(self, config: AttentionConfig) -> HeadSizes:
-        """Return the sizes of the heads that `config` asks for."""
         return head_sizes(config, self.heads, self.head_dim, host_kv_heads=self.kv_heads)
 
     def draft(self, module: nn.Module, config: AttentionConfig) -> Any:
@@ -137,11 +133,7 @@ class Call:
         return None
 
     def joined(self, other: Call) -> Call:
-        """Return what both calls of one module ask for.
-
-        Raises:
-            UnsupportedError: they differ in the function, heads, features or scale.
-        """
+        """Return what both calls of one module ask for; UnsupportedError if they need two mechanisms."""
         for name in ("function", "heads", "kv_heads", "head_dim", "scale", "axes"):
             one, two = getattr(self, name), getattr(other, name)
             if one != two:
@@ -189,8 +181,8 @@ class _Arguments(NamedTuple):
 class Routed(FoundSite):
     """The class of a site: its calls of an attention function go to `mechanism`.
 
-    With scaled_dot_product_attention, the scale of the call is kept by the score `standard`; every other score has its
-    own (1 for quest), on queries and keys without the factors of the host that stand in for a scale.
+    The score `standard` keeps the scale of the call; every other score has its own (1 for quest), on queries and keys
+    without the factors of the host that stand in for a scale.
     """
 
     found_attention: Call
@@ -233,8 +225,8 @@ class _Route(TorchFunctionMode):
         if not self.calls:
             raise UnsupportedError(
                 f"'{known.path}' did not call {known.function} this time, although it did when attention "
-                f"'{self.site.mechanism.config}' was injected; its forward chose another path, which the mechanism "
-                "cannot replace. Options that return attention weights or turn fused attention off do that"
+                f"'{self.site.mechanism.config}' was injected; leave out options that return attention weights or turn "
+                "fused attention off"
             )
 
 

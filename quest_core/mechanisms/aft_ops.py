@@ -28,8 +28,7 @@ ELEMENTS = 2**22  # numbers in the largest temporary, unless one query's keys ar
 def refuse_transforms(name: str) -> None:
     """Raise UnsupportedError where the operator of attention `name` has no rule, before PyTorch does."""
     recorder = "torch.jit.trace" if is_tracing() else "torch.onnx.export" if is_exporting_to_onnx() else None
-    what = transform() or recorder
-    if what is not None:
+    if what := transform() or recorder:
         raise UnsupportedError(
             f"attention '{name}' does not support {what}: it is one opaque operator; use attention 'linear', which "
             "consists of plain operations, or run it eagerly, with torch.compile or with torch.export"

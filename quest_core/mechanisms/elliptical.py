@@ -105,16 +105,9 @@ class Elliptical(Standard):
         return super().forward(q, k, v, mask=mask, is_causal=is_causal, head=head, cache=cache, **how)
 
     def hand_over(self, v: Tensor) -> Tensor | None:
-        """Return the values of the layer before, and keep `v` for the next layer.
+        """Return the values of the layer before [B, G, M, D], in the order of `v`, and keep `v` for the next layer.
 
-        Args:
-            v: own values [B, G, M, D].
-
-        Returns:
-            The values before [B, G, M, D] in the order of `v`; None in the first layer of a chain or of a stage.
-
-        Raises:
-            UnsupportedError: `follow` was never called, or the layer before has left no values.
+        None in the first layer of a chain or of a stage; UnsupportedError if the layer before has left no values.
         """
         if self._previous is None:
             raise UnsupportedError(
@@ -128,9 +121,8 @@ class Elliptical(Standard):
         if previous is not None and repeats:  # in another thread on a GPU, whose rounding may differ
             if not (self._step and _alike(self._step[0], kept)):
                 raise UnsupportedError(
-                    "elliptical attention cannot compute this layer again for the backward pass: the values of its "
-                    "forward pass are gone. Call backward once per forward pass and before the next one, or leave out "
-                    "activation checkpointing"
+                    "elliptical attention cannot compute this layer again: the values of its forward pass are gone; "
+                    "call backward once, before the next forward pass, or leave out activation checkpointing"
                 )
             before, self._step = self._step[1], []
         elif previous is not None:
@@ -138,8 +130,8 @@ class Elliptical(Standard):
             if before is None:
                 raise UnsupportedError(
                     "elliptical attention found no values of the layer before it in this forward pass: that layer was "
-                    "skipped, or only this one was copied. Run all layers in their order, and call "
-                    "quest_core.chain(model) after copying layers"
+                    "skipped, or only this one was copied; run all layers, and call quest_core.chain(model) after "
+                    "copying layers"
                 )
             if is_eager() and (self.training or torch.is_grad_enabled()):
                 self._step = [kept, before]
@@ -238,7 +230,7 @@ def refuse_repeated(model: nn.Module, layers: Iterable[nn.Module]) -> None:
         if module in wanted and (first := places.setdefault((module, stack_of(path)), path)) != path:
             raise UnsupportedError(
                 f"'{first}' and '{path}' are one layer, which would have to follow two others; give each place a layer "
-                "of its own, or choose an attention that does not compare layers"
+                "of its own"
             )
 
 

@@ -98,12 +98,8 @@ class MultiHead(Grouped):
 def allocate(importance: Tensor, num_heads: int, min_queries: int) -> Tensor:
     """Return how many of the H query heads each key/value head gets ([G], equation 3): ⌊n̂_g · H / Σ n̂⌋.
 
-    The heads that are left over go to the largest fractional parts, ties to the lower index. All zero counts as all
-    equal. The result stays on the device of `importance`, without waiting for it.
-
-    Args:
-        importance: n̂ or d, not negative, [G].
-        min_queries: heads that every key/value head gets first.
+    Every key/value head gets `min_queries` first. The heads that are left over go to the largest fractional parts, ties
+    to the lower index. `importance` [G] is n̂ or d, not negative; all zero counts as all equal.
     """
     groups, importance = importance.shape[0], importance.double()
     free = num_heads - groups * min_queries

@@ -64,16 +64,15 @@ def calibrate(
     """Replace standard attention by quest, in place, so that fine-tuning starts from nearly the attention that was.
 
     Standard logits are q kᵀ / √D = (‖k‖/√D) · q k̄ᵀ, quest's are q k̄ᵀ. The mean of ‖k‖ over the batches, times 1/√D, is
-    folded into each head's query projection. The more ‖k‖ differs between the keys of a head, the more of the old
-    attention is lost, and the report says how much. Fine-tune afterwards.
+    folded into each head's query projection. What is lost, because ‖k‖ differs between the keys of a head, the report
+    says. Fine-tune afterwards.
 
     >>> model, report = quest_core.calibrate(model, batches)
     >>> print(report)
     attention=quest calibrated in 3 modules: the output changes by 0.185 of its RMS (0.244 uncalibrated)
 
-    Measuring runs on a copy of the model, in evaluation mode and without gradients, so memory for a second model is
-    needed. The model keeps its mode and its parameter objects, but an optimizer's state for the old scale is stale. The
-    random state is left as it was, and on any error the model is untouched.
+    Measuring runs on a copy of the model, in evaluation and without gradients. The model keeps its parameter objects,
+    but an optimizer's state for the old scale is stale. On any error the model is untouched.
 
     Args:
         model: a model with standard attention, stock or injected, that an adapter knows.

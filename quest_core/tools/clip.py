@@ -26,11 +26,9 @@ class QKClip:
     Where the largest logit S of a head in the step's forward passes is above the threshold τ, the head's query
     projection is multiplied by τ / S, so that the same inputs reach τ at most; an additive mask, which S counts, is not
     scaled. (Kimi K2 gives √(τ/S) to the queries and √(τ/S) to the keys; the logits are the same.) A model without
-    attention of quest_core gets the mechanism `standard` until `close`, which computes what the host computes. Forward
-    passes in evaluation do not count.
+    attention of quest_core gets the mechanism `standard` until `close`. Forward passes in evaluation do not count.
 
-    The logits are formed once more in every step (see :class:`quest_core.Monitor`); `quest` bounds them by its
-    queries without that.
+    The logits are formed once more in every step; `quest` bounds them by its queries without that.
 
     Args:
         model: a model whose attention an adapter knows.

@@ -22,16 +22,14 @@ def attention_maps(model: nn.Module, example: Any, *, queries: Queries = None) -
     >>> maps["encoder.layers.0.self_attn"].shape  # [B, H, N, M]
     >>> first = quest_core.attention_maps(model, batch, queries=[0])  # of the class token only: [B, H, 1, M]
 
-    The model runs as it is, in training or evaluation, without gradients; its buffers and the random state are left as
-    they were. The weights are those before dropout. A model without attention of quest_core gets the mechanism
-    `standard` for this run.
+    The model runs in its own mode, without gradients; its buffers and the random state stay as they were. The weights
+    are those before dropout. A model without attention of quest_core gets the mechanism `standard` for this run.
 
     Args:
         model: a model whose attention is known, as for :func:`quest_core.inject`.
         example: its inputs, as the `example` of inject.
         queries: positions of the queries whose weights are wanted, all by default; negative ones count from the end.
-            Or a function that returns them for a number of queries, which layers may differ in. Few queries need
-            little memory.
+            Or a function that returns them for a layer's number of queries.
 
     Returns:
         {path: weights [B, H, N, M]} in the order of the run, on the model's device; a row of zeros for a query that
@@ -51,7 +49,6 @@ def attention_maps(model: nn.Module, example: Any, *, queries: Queries = None) -
 
 
 def _maps(model: nn.Module, example: Any, queries: Queries) -> dict[str, Tensor]:
-    """Return the maps of a model with attention of quest_core; as `attention_maps`."""
     for path, module in model.named_modules():
         if isinstance(module, Mechanism) and module.family is not None:
             raise UnsupportedError(

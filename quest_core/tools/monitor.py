@@ -55,16 +55,13 @@ class Monitor:
     all heads if the example did not show the axis of heads; if the host appends columns to its logits, as it does for
     sinks, the norms count all queries and keys.
 
-    A pair of a query and a key is visible if no mask hides it and, in causal attention, the key is not of the future.
-    Queries that see some key count, and keys that some query of their sample sees. Entropy is that of the weights
-    before dropout and before the noise of pgqa. The families (linear, cosine, the AFTs) have no weights and report only
-    norms. While decoding, each call counts the queries and keys of its new tokens.
+    A pair is visible if no mask and no causality hides the key. Queries that see some key count, and keys that some
+    query of their sample sees. Entropy is that before dropout and before the noise of pgqa. The families (linear,
+    cosine, the AFTs) report only norms. While decoding, a call counts its new tokens.
 
-    The numbers are exact, also where fused kernels never form the weights: logits are formed again in blocks of bounded
-    size, in float32 or wider. That costs about one to two forward passes of the attention; `every` thins it out and
-    ``logits=False`` leaves it away (`logit_bound` then still is an upper bound of `max_logit`). Only a normalizer whose
-    rows depend on each other (sinkhorn) computes all its weights at once. Nothing is recorded for autograd, nothing is
-    read from the device before `collect`, and the second forward pass of activation checkpointing is not counted.
+    The numbers are exact: logits are formed again in blocks of bounded size, in float32 or wider, which costs one to
+    two forward passes of the attention; `every` and ``logits=False`` save that. Nothing is read from the device before
+    `collect`, and the second forward pass of activation checkpointing is not counted.
 
     State dicts, copies and pickles of a model do not contain its monitor, and torch.export leaves it out. Under
     torch.compile every observed attention is a graph break, so ``fullgraph=True`` refuses an observed model.
@@ -148,8 +145,7 @@ class Monitor:
         """Return what the latest `collect` found, in words; how fast logits grow is relative to the `collect` before.
 
         A line for the layer with the largest logit, and for each other layer whose logits are above 100 or NaN, or
-        whose softmax is saturated; if there is such a layer, a link to what people do about it. Another one names the
-        layers that could not be observed.
+        whose softmax is saturated; then a link to what people do about it, and the layers that could not be observed.
         """
         return remarks(*self._collected) + not_measured(self.unseen())
 
@@ -171,12 +167,7 @@ def not_measured(unseen: dict[str, str]) -> list[str]:
 
 
 def remarks(now: dict[str, Any], before: dict[str, Any], steps: int = 0) -> list[str]:
-    """Return what measurements mean, see `Monitor.remarks`.
-
-    Args:
-        now, before: what `Monitor.collect` returned; {} for nothing.
-        steps: how many steps of a training lie between them; 0 if unknown.
-    """
+    """Return `Monitor.remarks` of what `collect` returned `now` and `steps` of a training `before`; 0 if unknown."""
     logits = {
         path: [-math.inf if math.isnan(value) else value for value in names["max_logit"]]
         for path, names in now.items()
@@ -316,20 +307,17 @@ class Layer:
         self.unseen: str | None = None  # why a call could not be observed
         self._lock = threading.Lock()  # threads may share a mechanism
         self._raw = threading.local()  # q and k before any normalization, in the call that this thread is in
-        if mechanism.family is not None:
-            watched = {"family": self._saw_family}
-        else:
-            watched = {"score": self._saw_score, "normalizer": self._saw_normalizer}
+        watched = {"score": self._saw_score, "normalizer": self._saw_normalizer, "family": self._saw_family}
         self._handles = [
-            mechanism.get_submodule(name).register_forward_hook(_Hook(call), with_kwargs=True)
-            for name, call in watched.items()
+            part.register_forward_hook(_Hook(watched[axis]), with_kwargs=True)
+            for axis, part in mechanism.named_children()
+            if axis in watched
         ]
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self.mechanism.monitor = tuple(x for x in self.mechanism.monitor or () if x is not self) or None
-        self._handles = []
 
     def names(self) -> list[str]:
         """Return the names of the values that can be seen of this mechanism."""
@@ -366,13 +354,9 @@ class Layer:
         self._count(Call(q, k, seen, False, logits.shape, form, known=seen is not None))
 
     def saw_flex(self, q: Tensor, k: Tensor, scale: float, score_mod: Any, mask_mod: Any, sizes: Any) -> None:
-        """Count a call of flex_attention, whose score this layer has seen.
+        """Count a call of flex_attention with the operands of a score, which this layer has seen.
 
-        Args:
-            q: [B, H, N, D] and k: [B, G, M, D], as the score prepared them.
-            scale: the factor on q kᵀ.
-            score_mod, mask_mod: functions of numbers, as flex_attention takes them.
-            sizes: (B or 1, H or 1) of the block mask.
+        Arguments as in `saw_operands`, and flex_attention's functions, and (B or 1, H or 1) of its block mask.
         """
         places = [torch.arange(x, device=q.device) for x in (q.shape[0], q.shape[1], q.shape[2], k.shape[2])]
         plain = self._formed(q, k, scale)

@@ -50,7 +50,6 @@ class _Take(NamedTuple):
     zeros: Tensor | None  # the places that become zeros instead
 
     def of(self, x: Tensor) -> Tensor:
-        """Return the rows [len(rows), ...] of x [S, ...]."""
         taken = x.index_select(0, self.rows)
         return taken if self.zeros is None else taken.index_fill_(0, self.zeros, 0)
 
@@ -73,8 +72,7 @@ class PackingPlan:
     >>> for layer in layers:
     ...     out = attention_packed(q, k, v, "quest", cu_seqlens=plan)
 
-    Lengths are copied from the GPU once, when a path first needs them. The variable-length kernels need no copy if the
-    greatest lengths are given.
+    Lengths are copied from the GPU once. The variable-length kernels need no copy if the greatest lengths are given.
 
     Args:
         cu_seqlens_q: [B + 1], int32 (or int64), from 0 up to the number of query tokens, never falling: sequence b has
@@ -96,9 +94,7 @@ class PackingPlan:
     ) -> None:
         for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
             if cu is not None and not isinstance(cu, Tensor):
-                raise InputError(
-                    f"{name} is a {type(cu).__name__}; it needs a tensor: torch.tensor(..., dtype=torch.int32)"
-                )
+                raise InputError(f"{name} is a {type(cu).__name__}; it needs a tensor of int32")
             if cu is not None and (cu.dim() != 1 or cu.shape[0] < 1 or cu.dtype not in (torch.int32, torch.int64)):
                 raise InputError(f"{name} is {cu.dtype} of shape {list(cu.shape)}; it needs int32 of shape [B + 1]")
         self.cu_seqlens_q = self.cu_seqlens_k = cu_seqlens_q.to(torch.int32)
@@ -265,10 +261,10 @@ def attention_packed(
 
     >>> out = attention_packed(q, k, v, "quest", cu_seqlens=torch.tensor([0, 25, 40, 63], dtype=torch.int32))
 
-    The sequences lie one behind the other, and the result equals that of a loop over them. On a GPU from Ampere on, a
-    softmax over float16 or bfloat16 without dropout goes through PyTorch's variable-length flash attention. Everything
-    else runs in padded batches of sequences of similar length, whose padded area exceeds the real one by a quarter at
-    most. Elliptical scores and key-driven groupings look at the whole batch, so they get one padded batch.
+    The result equals that of a loop over the sequences. On a GPU from Ampere on, a softmax over float16 or bfloat16
+    without dropout goes through PyTorch's variable-length flash attention. Everything else runs in padded batches of
+    sequences of similar length, whose padded area exceeds the real one by a quarter at most; elliptical scores and
+    key-driven groupings, which look at the whole batch, in one.
 
     Args:
         q: queries [T, H, D].
@@ -368,11 +364,7 @@ def _varlen_applies(
 def varlen_computes(
     mechanism: Mechanism, device: torch.device, dtype: torch.dtype, head_dim: int, shared: bool, dropout_p: float = 0.0
 ) -> bool:
-    """Return whether the variable-length kernels compute a mechanism in `dtype` on `device`.
-
-    Args:
-        shared: query heads share key heads.
-    """
+    """Return whether the variable-length kernels compute a mechanism, in which key heads may be `shared`."""
     return (
         flash_runs(device, dtype)
         and _varlen_attn(shared) is not None

@@ -5,6 +5,7 @@ https://quest-attention.github.io/quest/distributed/
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,9 +52,8 @@ class HeadParallel(ParallelStyle):
         ranks = device_mesh.size()
         if not isinstance(module, Attention):
             raise UnsupportedError(
-                f"HeadParallel divides quest_core.Attention, and here is {type(module).__name__}; where one weight "
-                "packs queries, keys and values, a rank's heads are not consecutive rows of it, and a checkpoint of "
-                "such shares would not fit the undivided module"
+                f"HeadParallel divides quest_core.Attention, and here is {type(module).__name__}, whose weights may "
+                "pack queries, keys and values"
             )
         config, own = module.config, module.mechanism
         if own.head_share != (0, 1):
@@ -61,14 +61,13 @@ class HeadParallel(ParallelStyle):
         for part in config.components:
             if "heads" in part.reads:
                 raise UnsupportedError(
-                    f"attention '{config}': '{part.name}' reads {READS['heads']}, which tensor parallelism divides "
-                    "among ranks; choose gqa or mha, or divide the data"
+                    f"attention '{config}': '{part.name}' reads {READS['heads']}, which lie on other ranks; choose gqa "
+                    "or mha, or divide the data"
                 )
         for name, heads in (("num_heads", module.num_heads), ("kv_heads", module.kv_heads)):
             if heads % ranks:
                 raise ConfigError(
-                    f"attention '{config}': {name} is {heads}, which {ranks} ranks do not divide; choose a mesh whose "
-                    f"size divides {heads}, or another {name}"
+                    f"attention '{config}': {name} is {heads}, which {ranks} ranks do not divide; choose another mesh"
                 )
         source = {"src_data_rank": self.src_data_rank} if hasattr(self, "src_data_rank") else {}  # from torch 2.7 on
         for name, axis in head_axes(config, Dims(module.num_heads, module.kv_heads, module.head_dim)).items():
@@ -100,13 +99,9 @@ class HeadParallel(ParallelStyle):
 
 def head_axes(config: AttentionConfig, dims: Dims) -> dict[str, int | None]:
     """Return the axis of each of a mechanism's parameters that counts heads; None if all heads share the parameter."""
+    twofold = replace(dims, num_heads=2 * dims.num_heads, kv_heads=2 * dims.kv_heads)
     with torch.device("meta"):  # it is the axis that doubles when the heads do
-        once, twice = (
-            Mechanism(
-                config, num_heads=f * dims.num_heads, head_dim=dims.head_dim, kv_heads=f * dims.kv_heads, projected=True
-            )
-            for f in (1, 2)
-        )
+        once, twice = (Mechanism(config, **vars(sizes), projected=True) for sizes in (dims, twofold))
     wide = dict(twice.named_parameters())
     return {
         name: next((i for i, (a, b) in enumerate(zip(p.shape, wide[name].shape, strict=True)) if a != b), None)

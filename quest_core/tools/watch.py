@@ -25,16 +25,15 @@ class Watch:
     ...         train_step(model, batch)
     ...         logger.log(watch.step())  # {} between; else {"attention/layers.0.self_attn/max_logit/max": 31.2, ...}
 
-    A model without attention of quest_core gets the mechanism `standard` meanwhile, which computes what the host
-    computes. The steps that are not measured run without hooks, except with `clip`, and forward passes in evaluation do
-    not count. What is measured stands at :class:`quest_core.Monitor`.
+    A model without attention of quest_core gets the mechanism `standard` meanwhile. The steps that are not measured run
+    without hooks, except with `clip`. Forward passes in evaluation do not count. :class:`quest_core.Monitor` explains
+    the numbers.
 
     Args:
         model: the model itself, without DistributedDataParallel or torch.compile around it.
         every: the steps n, 2n, 3n, ... are measured, and the first.
         example: as in :func:`quest_core.inject`, for attention that no adapter knows.
-        clip: a threshold for :class:`quest_core.QKClip`, which then watches and follows every step; None for no
-            clipping.
+        clip: a threshold for :class:`quest_core.QKClip`, which then watches every step; None for no clipping.
         steps: how many were taken before, in a run that goes on.
 
     Raises:
@@ -100,7 +99,7 @@ class Watch:
         return list(summary(seen))
 
     def remarks(self) -> list[str]:
-        """Return what the latest measurement found, in words; see :meth:`quest_core.Monitor.remarks`."""
+        """Return what the latest measurement found, as :meth:`quest_core.Monitor.remarks` does."""
         (then, before), (step, now) = [(0, {}), (0, {}), *self.history][-2:]
         return remarks(now, before, step - then) + not_measured(self._unseen)
 
