@@ -36,11 +36,8 @@ class Former:
 def draft(module: nn.Module, kind: type[Any] | None = None) -> Any:
     """Return a stand-in for `module`, of class `kind` or the module's class before `assign`, that may be changed.
 
-    Attributes that `assign` gave the module earlier are missing in the draft, and those that it took away are back, so
-    a second injection starts from the host. `__init__` does not run.
-
-    Raises:
-        TypeError: objects of the module's class cannot become objects of `kind`.
+    It has the attributes of the module before `assign`, so a second injection starts from the host. `__init__` does not
+    run. TypeError if objects of the module's class cannot become objects of `kind`.
     """
     made: Any = object.__new__(type(module))
     state = made.__dict__
@@ -95,7 +92,7 @@ def host_class(module: nn.Module) -> type[nn.Module]:
 
 
 def is_draft(module: nn.Module) -> bool:
-    """Return whether `draft` made a module, and it stands in for another one."""
+    """Return whether a module stands in for another one."""
     return ORIGIN in vars(module)
 
 

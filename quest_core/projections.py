@@ -110,9 +110,7 @@ class Projections:
     def scale(self, module: nn.Module, sizes: HeadSizes, role: str, factor: Tensor) -> None:
         """Multiply the rows of each head, bias included, by its factor, [H] for "q" or [G], in place.
 
-        Raises:
-            UnsupportedError, InputError: as `rows`, before anything has changed; InputError also for another number
-                of factors.
+        Raises as `rows`, before anything has changed; InputError also for another number of factors.
         """
         heads = sizes.num_heads if role == "q" else sizes.kv_heads
         if factor.shape != (heads,):
@@ -137,10 +135,7 @@ class Projections:
         """Make the projections of a module smaller, where `sizes` has fewer key heads or key features.
 
         The parameters are new objects. The Linears stay the same objects, or are drafts if `module` is a draft.
-
-        Raises:
-            InputError: the projections were reduced to other sizes before.
-            UnsupportedError: no name holds a role, or a weight is computed from other parameters.
+        InputError if they were reduced to other sizes before; UnsupportedError as `rows`.
         """
         held = self._find(module, "kv")
         if all(_has_rows(value, sizes.rows(roles)) for _, roles, value in held):

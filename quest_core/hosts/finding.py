@@ -222,12 +222,7 @@ def _period(products: list[Any], softmaxes: list[Any]) -> int:
 
 
 class FoundAdapter(Adapter):
-    """Adapter for what is found in one way.
-
-    Args:
-        name: of the way, `UNIVERSAL` or `WRITTEN_OUT`.
-        found: what was found, by the path of its module.
-    """
+    """Adapter for what is `found` in one way, by the path of its module; its name is `UNIVERSAL` or `WRITTEN_OUT`."""
 
     name: str  # type: ignore[misc]
 
@@ -269,15 +264,11 @@ class Finding:
         self.missed: dict[str, nn.Module] = {}
 
     def run(self, example: Any, *, allow_partial: bool = False, kernels_attend: bool = True) -> None:
-        """Run an example, and find what it shows.
-
-        Args:
-            example: as in :func:`quest_core.inject`.
-            allow_partial: go on if attention is written out in a way that is not understood.
-            kernels_attend: see :class:`quest_core.Adapter`.
+        """Run an example, as in :func:`quest_core.inject`, and find what it shows; `kernels_attend` as in `Adapter`.
 
         Raises:
-            UnsupportedError: it is, or the calls of one module differ in the function, heads, features or scale.
+            UnsupportedError: attention is written out in a way that is not understood, unless `allow_partial`; or the
+                calls of one module differ in the function, heads, features or scale.
         """
         known = {*self.taken, *self.written}
         search = Search(self.model, known).run(example)
@@ -306,11 +297,7 @@ class Finding:
                 self.missed[path] = module
 
     def sites(self) -> Iterator[tuple[Adapter, Site]]:
-        """Yield what was found, each with its adapter.
-
-        Raises:
-            InjectionError: a module contains another attention, or has an attribute that a site needs.
-        """
+        """Yield what was found, each with its adapter; InjectionError for a module that cannot be a site."""
         for adapter in (FoundAdapter(UNIVERSAL, self.calls), FoundAdapter(WRITTEN_OUT, self.written)):
             for path, one in adapter.found.items():
                 module = self.modules[path]

@@ -144,8 +144,7 @@ Flows = tuple[Flow, ...]
 class Following(TorchFunctionMode):
     """Notes from which products, by which factors, each tensor was made.
 
-    Args:
-        places: whether to follow each entry to its place too, and parameters and projections, as a search does.
+    With `places` it follows each entry to its place too, and parameters and projections, as a search does.
     """
 
     def __init__(self, *, places: bool = False) -> None:

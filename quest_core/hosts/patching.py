@@ -35,9 +35,7 @@ class Patches:
     def wrap(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Set `owner.name` to `make(owner.name)`, unless this object has done so already.
 
-        Args:
-            owner: a module, class or object.
-            make: takes the original (the function of a classmethod or staticmethod, which stays one); returns the new.
+        A classmethod or staticmethod stays one; `make` takes its function.
         """
         if (id(owner), name) not in self._undoes:
             held: Any = next((vars(kind)[name] for kind in getattr(owner, "__mro__", ()) if name in vars(kind)), None)
@@ -116,12 +114,8 @@ def _exchange(name: str, old: Any, new: Any) -> None:
 def when_imported(name: str, action: Callable[[], None]) -> None:
     """Call `action` once: now if the module `name` is imported already, else right after its import.
 
-    The code that imports it continues when the action is through. An error of the action is raised by the import; the
-    module then is not imported, and another attempt calls the actions again.
-
-    Args:
-        name: dotted name of a module, which need not exist.
-        action: what to do.
+    An error of the action is raised by the import; the module then is not imported, and another attempt calls the
+    actions again.
     """
     if name in sys.modules:
         action()

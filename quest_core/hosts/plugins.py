@@ -125,11 +125,7 @@ def find(name: str) -> Plugin:
 
 
 def adapter(name: str) -> Adapter:
-    """Return the adapter of an installed plugin, or that of plain PyTorch, "torch".
-
-    Raises:
-        PluginError: the plugin is missing, or its adapter cannot be imported; the message contains the cause.
-    """
+    """Return the adapter of an installed plugin, or of plain PyTorch, "torch"; PluginError if it cannot be loaded."""
     made = TorchAdapter() if name == TorchAdapter.name else find(name).load()
     if isinstance(made, PluginError):
         raise made

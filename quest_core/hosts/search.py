@@ -96,9 +96,7 @@ UNKNOWN = Operand({}, None, None, None)
 class Search(Following):
     """Runs an example without gradients, and notes calls, products and softmaxes with what is needed to judge them.
 
-    Args:
-        model: it runs.
-        known: paths of modules that are not looked into.
+    `known` are the paths of modules that are not looked into.
     """
 
     def __init__(self, model: nn.Module, known: Collection[str]) -> None:

@@ -117,10 +117,8 @@ def refuse_checkpoint(path: str, levels: int) -> None:
 def in_compiled_graph(site: nn.Module) -> bool:
     """Return whether a graph of torch.compile makes the call that a mode sees; it was changed when it was compiled.
 
-    Such graphs are code of torch.fx. A site may hold code of torch.fx too, whose calls are the host's.
-
-    Raises:
-        UnsupportedError: before PyTorch 2.6, whose compiler does not see the mode, so that nothing was changed.
+    Such graphs are code of torch.fx. A site may hold code of torch.fx too, whose calls are the host's. The compiler of
+    PyTorch before 2.6 does not see the mode: UnsupportedError.
     """
     frame = sys._getframe(2)
     owner = frame.f_locals.get("self") if frame.f_code.co_filename.startswith("<eval_with_key>") else None

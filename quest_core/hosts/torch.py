@@ -23,11 +23,7 @@ class TorchAttention(HostAttention, MultiheadAttention):
 
     @classmethod
     def adopt(cls, host: nn.Module, config: AttentionConfig, **sizes: Any) -> TorchAttention:
-        """Return the draft of the drop-in; see `HostAttention.adopt`.
-
-        Raises:
-            InputError: weights of `host` are parametrized.
-        """
+        """Return the draft of the drop-in; InputError if weights of `host` are parametrized."""
         known = {name for name, _ in cls.projections.entries}
         if host._parameters.keys() - known or nn.utils.parametrize.is_parametrized(host):
             raise InputError(

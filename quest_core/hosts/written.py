@@ -348,13 +348,7 @@ class _Preparing(Following):
 
 
 class _Planes:
-    """Turns logits as the host's softmax takes them to [B, H, N, M], and weights back.
-
-    Args:
-        logits: of the host.
-        product: whose entries they are, in the order of `layout`.
-        shape: of the product.
-    """
+    """Turns logits of the host, entries of a product of `shape` in the order of `layout`, to [B, H, N, M] and back."""
 
     def __init__(self, logits: Tensor, product: Product, layout: str, shape: tuple[int, ...]) -> None:
         sizes = dict(zip(product.equation[2], shape, strict=True))

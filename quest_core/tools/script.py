@@ -136,12 +136,9 @@ class Script:
 
 
 class Maps:
-    """Draws the attention of every model of the process, in one of its calls.
+    """Draws the attention of every model of the process into `folder`, in the call of this number, from 1.
 
-    Args:
-        folder: where the pictures are written.
-        call: the number of the call, from 1.
-        query, tokens: as for `draw_maps`.
+    `query` and `tokens` are as for `draw_maps`.
     """
 
     def __init__(self, folder: str, call: int, query: int | None, tokens: list[str] | None) -> None:
