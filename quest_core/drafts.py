@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +51,7 @@ def draft(module: nn.Module, kind: type[Any] | None = None) -> Any:
 
 def assign(made: nn.Module) -> None:
     """Turn a module, and those inside it that have drafts, into their drafts."""
-    for one in [*drafts_in(made)]:
+    for one in [one for one in made.modules() if is_draft(one)]:
         module, state = vars(one)[ORIGIN], {name: value for name, value in vars(one).items() if name != ORIGIN}
         children = state["_modules"]
         children |= {name: origin_of(child) for name, child in children.items() if child is not None}
@@ -99,11 +98,6 @@ def is_draft(module: nn.Module) -> bool:
 def origin_of(made: nn.Module) -> nn.Module:
     """Return the module that a draft stands in for; a module that is not a draft is its own."""
     return vars(made).get(ORIGIN, made)  # type: ignore[no-any-return]
-
-
-def drafts_in(made: nn.Module) -> Iterator[nn.Module]:
-    """Yield the drafts among a draft and its sub-modules."""
-    return filter(is_draft, made.modules())
 
 
 def _items(state: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import nn
 from ..checkpoints import HOOK, compare_before_loading, set_attention_from
 from ..compat import same_random_state
 from ..config import AttentionConfig, AttentionSpec
-from ..drafts import FORMER, Former, assign, drafts_in, origin_of, restore
+from ..drafts import FORMER, Former, assign, is_draft, origin_of, restore
 from ..errors import ConfigError, InjectionError, PluginError, QuestError, UnsupportedError
 from ..mechanism import Mechanism, count_kv_heads
 from ..mechanisms.elliptical import chain, refuse_repeated, stack_of
@@ -302,7 +302,7 @@ def inject(
     rows = [_row(config, owner, site, one, fresh=fresh) for (owner, site), one in zip(chosen, made, strict=True)]
     reasons = tuple(by_design.get(type(module).__name__, "") for module in left.values())
     report = Report(str(config), tuple(rows), tuple(left), bool(scaled), reasons)
-    changed = {origin_of(inner): type(inner) for one in drafts.values() for inner in drafts_in(one)}
+    changed = {origin_of(x): type(x) for one in drafts.values() for x in one.modules() if is_draft(x)}
     _refuse_kept_methods(model, changed)
     trained = None if attention_from is None else AttentionConfig.parse(attention_from)
 

@@ -123,8 +123,6 @@ def refuse_uncalibratable(target: AttentionConfig) -> None:
         raise _uncalibratable(target, "its score is not quest")
     if mixing:
         raise _uncalibratable(target, f"'{mixing[0]}' gives query heads other key heads than they were trained with")
-    if target.option("scale") == 0:
-        raise _uncalibratable(target, "with scale=0 queries have no effect")
 
 
 def _uncalibratable(target: AttentionConfig, why: str) -> ConfigError:
