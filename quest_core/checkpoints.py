@@ -199,7 +199,10 @@ def _lacks_weights(layer: str, mechanism: str, state_dict: Mapping[str, Any], mi
 
 
 def compare_before_loading(model: nn.Module) -> None:
-    """Make `load_state_dict` compare all layers of `model` first, so that a refused checkpoint changes none."""
+    """Make `load_state_dict` compare all layers of `model` first, so that a refused checkpoint changes none.
+
+    `inject` calls it. Without it a layer is compared before its own tensors are copied.
+    """
     if HOOK not in vars(model):
         vars(model)[HOOK] = model.register_load_state_dict_pre_hook(compare_layers)
 

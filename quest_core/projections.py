@@ -78,12 +78,9 @@ class Projections:
     """Which sub-modules or parameters of a module hold rows of which role. Add two to describe one module by both.
 
     A name that a module lacks (or has as None) is skipped, as long as each role is found somewhere.
-
-    Attributes:
-        entries: (name, roles) of each Linear or parameter; roles are a part of "qkv", in the order of the rows.
     """
 
-    entries: tuple[tuple[str, str], ...]
+    entries: tuple[tuple[str, str], ...]  # each Linear or parameter, with its roles, a part of "qkv" in order of rows
 
     def __add__(self, other: Projections) -> Projections:
         return Projections(self.entries + other.entries)

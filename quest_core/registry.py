@@ -188,6 +188,9 @@ def register(name: str, *, source: str, options: tuple[Option, ...] = ()) -> Cal
         name: ASCII letters, digits, dots, hyphens and underscores, starting with a letter.
         source: paper and equation.
         options: the keywords of its `__init__` besides `dims`.
+
+    Raises:
+        ConfigError: a name that is taken, or a declaration that does not fit.
     """
 
     def decorate(cls: C) -> C:

@@ -327,7 +327,10 @@ class Adapter(ABC):
         self.patches.undo()
 
     def forward_notices(self, logger: Callable[[], logging.Logger]) -> None:
-        """Write the notices of quest_core to the handlers of the host's own logger too, until `uninstall`."""
+        """Write the notices of quest_core to the handlers of the host's own logger too, until `uninstall`.
+
+        `logger` is called for every record, because hosts make their logger late and once for each run.
+        """
         handler = Forward(logger)
         LOGGER.setLevel(logging.INFO)
         add, remove = (functools.partial(change, handler) for change in (LOGGER.addHandler, LOGGER.removeHandler))

@@ -83,33 +83,19 @@ def name_of(func: Any) -> str:
 
 @dataclass(eq=False)
 class Origin:
-    """What a followed tensor was made from; a search fills in the last five.
+    """What a followed tensor was made from; a search fills in the last five fields."""
 
-    Attributes:
-        kind: "product", of two tensors; "softmax"; "parameter"; "plain" for any other activation.
-        name: of the function.
-        number: how many products were formed before this one.
-        equation: letters of the axes of both operands and of the result, as in ``nd,dm,nm``.
-        shape: of the result.
-        axis: that of features; of a softmax, its own; None if it is not known.
-        learned: which operands of a product are parameters.
-        operands: what is known of both operands.
-        mixes: the products of which this linear layer mixes the logits.
-        frames: the modules that were running.
-        uses: how the weights of a softmax were used, "applied" to values, "by entries", or "kept"; the softmaxes of a
-            product.
-    """
-
-    kind: str
-    name: str
-    number: int = -1
-    equation: tuple[str, str, str] = ("", "", "")
-    shape: tuple[int, ...] = ()
-    axis: int | None = None
-    learned: tuple[bool, ...] = ()
-    operands: tuple[Any, ...] = ()
-    mixes: tuple[Origin, ...] = ()
-    frames: tuple[Any, ...] = ()
+    kind: str  # "product", of two tensors; "softmax"; "parameter"; "plain" for any other activation
+    name: str  # of the function
+    number: int = -1  # how many products were formed before this one
+    equation: tuple[str, str, str] = ("", "", "")  # letters of the axes of both operands and of the result: nd, dm, nm
+    shape: tuple[int, ...] = ()  # of the result
+    axis: int | None = None  # that of features; of a softmax, its own; None if it is not known
+    learned: tuple[bool, ...] = ()  # which operands of a product are parameters
+    operands: tuple[Any, ...] = ()  # what is known of both operands
+    mixes: tuple[Origin, ...] = ()  # the products of which this linear layer mixes the logits
+    frames: tuple[Any, ...] = ()  # the modules that were running
+    # Of a softmax, how its weights were used: "applied" to values, "by entries" or "kept". Of a product, its softmaxes.
     uses: list[Any] = field(default_factory=list)
 
     @property
@@ -123,19 +109,12 @@ ACTIVATION = Origin("plain", "")
 
 
 class Flow(NamedTuple):
-    """How a tensor was made from an origin.
+    """How a tensor was made from an origin."""
 
-    Attributes:
-        origin: the product, softmax, parameter or projection.
-        factor: the number by which it was multiplied since.
-        odd: the first function that did more than to move, scale, shift or hide entries; None if there was none.
-        entries: for each entry 1 + its place in the origin, 0 for an entry from elsewhere; None where it is not known.
-    """
-
-    origin: Origin
-    factor: float = 1.0
-    odd: str | None = None
-    entries: Tensor | None = None
+    origin: Origin  # the product, softmax, parameter or projection
+    factor: float = 1.0  # by which it was multiplied since
+    odd: str | None = None  # the first function that did more than to move, scale, shift or hide entries
+    entries: Tensor | None = None  # 1 + the place of each entry in the origin, 0 for one from elsewhere; None: unknown
 
 
 Flows = tuple[Flow, ...]

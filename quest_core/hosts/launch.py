@@ -81,7 +81,7 @@ def environment(chosen: Sequence[Plugin], required: bool, base: Mapping[str, str
 
 
 def complete(command: Sequence[str]) -> list[str]:
-    """Return the command, beginning with the path of its program; QuestError if there is no such program."""
+    """Return the command, beginning with the path of its program; QuestError if the program does not exist."""
     words = list(command)
     if words[0].endswith(".py") or words[0] == "-m":
         words.insert(0, sys.executable)

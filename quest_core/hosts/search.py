@@ -37,20 +37,14 @@ from .written import HIDDEN
 
 @dataclass(eq=False)
 class Frame:
-    """One call of a module.
-
-    Attributes:
-        known: it is a part of attention that is known, and not looked into.
-        begin, end: how many products and softmaxes there were before it and after it.
-        calls: how often it called an attention function.
-    """
+    """One call of a module."""
 
     path: str
     module: nn.Module
-    known: bool
-    begin: tuple[int, int]
-    end: tuple[int, int] = (0, 0)
-    calls: int = 0
+    known: bool  # it is a part of attention that is known, and not looked into
+    begin: tuple[int, int]  # how many products and softmaxes there were before it
+    end: tuple[int, int] = (0, 0)  # and after it
+    calls: int = 0  # how often it called an attention function
 
 
 @dataclass(eq=False)

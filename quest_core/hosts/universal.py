@@ -85,8 +85,8 @@ class Call:
     def scaled_before(self, of_q: float | None, of_k: float | None, *, separable: bool) -> Call:
         """Return the call of a host that multiplied its queries and keys by factors, None if they are not known.
 
-        They count as its scale if they make the scale of the call to 1/√D, and else stay. `separable` says that there
-        are no others, on a part or before another function.
+        They count as its scale if they make the scale of the call to 1/√D, and else stay. `separable` says that these
+        are all, and none is on a part or before another function.
         """
         whole = self.scale_of(self.head_dim) * math.sqrt(self.head_dim)
         if of_q is not None and of_k is not None and math.isclose(of_q * of_k * whole, 1, rel_tol=1e-2):

@@ -66,27 +66,17 @@ class _Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Product:
-    """A product of two activations in a module's forward.
+    """A product of two activations in a module's forward. The last three fields are empty if `query` is None."""
 
-    Attributes:
-        equation: letters of the axes of both operands and of the result.
-        query: which operand is q, 0 or 1; None for a product that stays as it is.
-        factors: by which the host multiplies q, k and the product.
-        normed: the host normalizes q, so that its factor on q is a part of q and stays.
-        head: the letter of the axis of heads, if it is known.
-        roles: the places of q and k; empty if `query` is None.
-        axes: the letters of batch, heads, queries, keys and features; empty if `query` is None.
-        turns: how q and k are turned.
-    """
-
-    equation: tuple[str, str, str]
-    query: int | None = None
-    factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    normed: bool = False
-    head: str | None = None
-    roles: tuple[int, ...] = field(init=False, compare=False, default=())
+    equation: tuple[str, str, str]  # letters of the axes of both operands and of the result
+    query: int | None = None  # which operand is q, 0 or 1; None for a product that stays as it is
+    factors: tuple[float, float, float] = (1.0, 1.0, 1.0)  # by which the host multiplies q, k and the product
+    normed: bool = False  # the host normalizes q, so that its factor on q is a part of q and stays
+    head: str | None = None  # the letter of the axis of heads, if it is known
+    roles: tuple[int, ...] = field(init=False, compare=False, default=())  # the places of q and k
+    # The letters of batch, heads, queries, keys and features.
     axes: tuple[str, ...] = field(init=False, compare=False, default=())
-    turns: tuple[_Turn, ...] = field(init=False, compare=False, default=())
+    turns: tuple[_Turn, ...] = field(init=False, compare=False, default=())  # how q and k are turned
 
     def __post_init__(self) -> None:
         if self.query is None:
@@ -109,32 +99,21 @@ class Product:
 
 @dataclass(frozen=True)
 class Written:
-    """The products and softmaxes of one module's forward, which repeats them any number of times.
+    """The products and softmaxes of one module's forward, which repeats them any number of times."""
 
-    Attributes:
-        path: of the module.
-        products: all of them in order; None for those of weights with values, or with parameters.
-        softmaxes: all of them in order, each with the places of its products and their factors; () for others.
-        heads: query heads; 1 where they are not known.
-        kv_heads: key/value heads.
-        head_dim: features of a query head.
-        causal: every later key was hidden.
-        cross: queries and keys had different numbers of tokens.
-        layout: the letters of the product in the order in which all logits hold its entries; None if they hold others,
-            or if their softmax is not over all keys.
-        note: a remark for the report.
-    """
-
-    path: str
-    products: tuple[Product | None, ...]
+    path: str  # of the module
+    products: tuple[Product | None, ...]  # in order; None for those of weights with values, or with parameters
+    # In order, each with the places of its products and their factors; () for others.
     softmaxes: tuple[tuple[tuple[int, float], ...], ...]
-    heads: int
-    kv_heads: int
-    head_dim: int
-    causal: bool = False
-    cross: bool = False
+    heads: int  # query heads; 1 where they are not known
+    kv_heads: int  # key/value heads
+    head_dim: int  # features of a query head
+    causal: bool = False  # every later key was hidden
+    cross: bool = False  # queries and keys had different numbers of tokens
+    # The letters of the product in the order in which all logits hold its entries; None if they hold others, or if
+    # their softmax is not over all keys.
     layout: str | None = None
-    note: str = field(default="", compare=False)
+    note: str = field(default="", compare=False)  # a remark for the report
     query: Tensor | None = field(default=None, compare=False)  # without values: has the device and the type of queries
 
     does = "writes attention out"

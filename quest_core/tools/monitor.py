@@ -256,27 +256,17 @@ def _values(seen: _Seen) -> dict[str, list[float]]:
 
 
 class Call(NamedTuple):
-    """One call of an attention.
+    """One call of an attention; while decoding, of the new tokens."""
 
-    Attributes:
-        q: [B, H, N, D] and k: [B, G, M, D], before any normalization; while decoding only the new tokens.
-        mask: boolean (True = may attend) or additive, broadcastable to [B, H, N, M].
-        is_causal: query i sees keys j ≤ i + M − N.
-        shape: that of the logits, [B, H, N, M] with cached tokens.
-        form: returns logits of some samples and some queries before any mask; None for a family.
-        bounded: q as the normalizer gets it, and the factor on q kᵀ.
-        known: whether the axes of the logits are those of `shape`.
-        weigh: returns the weights of masked logits; None if they are softmax(logits) or as `mechanism` says.
-    """
-
-    q: Tensor
-    k: Tensor
-    mask: Tensor | None
-    is_causal: bool
-    shape: tuple[int, ...]
-    form: Form | None = None
-    bounded: tuple[Tensor, float] | None = None
-    known: bool = True
+    q: Tensor  # [B, H, N, D], before any normalization
+    k: Tensor  # [B, G, M, D], before any normalization
+    mask: Tensor | None  # boolean (True = may attend) or additive, broadcastable to [B, H, N, M]
+    is_causal: bool  # query i sees keys j ≤ i + M − N
+    shape: tuple[int, ...]  # that of the logits, [B, H, N, M] with cached tokens
+    form: Form | None = None  # returns logits of some samples and some queries before any mask; None for a family
+    bounded: tuple[Tensor, float] | None = None  # q as the normalizer gets it, and the factor on q kᵀ
+    known: bool = True  # whether the axes of the logits are those of `shape`
+    # Returns the weights of masked logits; None if they are softmax(logits) or as the mechanism says.
     weigh: Callable[[Tensor], Tensor] | None = None
 
 
