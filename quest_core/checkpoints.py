@@ -157,12 +157,9 @@ class CheckpointGuard(nn.Module):
 def compare_layers(
     module: nn.Module, state_dict: Mapping[str, Any], prefix: str, _: Any, strict: bool, missing_keys: Any, *__: Any
 ) -> None:
-    """Compare every layer of `module` with a state dict, of which no tensor was copied yet: a hook of load_state_dict.
+    """Compare every layer of `module` with a state dict before tensors are copied: a hook of load_state_dict.
 
-    `missing_keys` is PyTorch's list, the same object for all modules of one load.
-
-    Raises:
-        CheckpointError: a layer has another attention than the checkpoint.
+    CheckpointError if a layer has another attention. `missing_keys` is PyTorch's list, one object per load.
     """
     given = {_WRAPPERS.sub("", key): value for key, value in state_dict.items()}
     modules = dict(module.named_modules(prefix=prefix[:-1], remove_duplicate=False))

@@ -245,23 +245,19 @@ class Finding:
     Args:
         model: it is not changed. What an earlier injection found in it is known from the start.
         taken: paths of the modules that adapters replace.
-
-    Attributes:
-        calls, written: what was found, by the path of its module, in the order in which they ran.
-        idle: those of `taken` that did not run, in modules that call a function; such modules only lend projections.
-        left: path of a module that has no softmax of q·k over tokens, by what it did -> why.
-        missed: others that are like attention by their class or by a softmax, by path.
     """
 
     def __init__(self, model: nn.Module, taken: Collection[str] = ()) -> None:
         self.model, self.taken = model, taken
         self.modules = dict(model.named_modules())
         free = {path: module for path, module in self.modules.items() if not within(path, taken)}
+        # What was found, by the path of its module, in the order in which they ran.
         self.calls: dict[str, Call] = {p: m.found_attention for p, m in free.items() if isinstance(m, Routed)}
         self.written: dict[str, Written] = {p: m.found_attention for p, m in free.items() if isinstance(m, WrittenOut)}
+        # Those of `taken` that did not run, in modules that call a function; such modules only lend projections.
         self.idle: list[str] = []
-        self.left: dict[str, str] = {}
-        self.missed: dict[str, nn.Module] = {}
+        self.left: dict[str, str] = {}  # modules without a softmax of q·k over tokens, by what they did -> why
+        self.missed: dict[str, nn.Module] = {}  # others that are like attention by their class or by a softmax
 
     def run(self, example: Any, *, allow_partial: bool = False, kernels_attend: bool = True) -> None:
         """Run an example, as in :func:`quest_core.inject`, and find what it shows; `kernels_attend` as in `Adapter`.

@@ -37,14 +37,7 @@ def cause(error: BaseException) -> str:
 
 
 class Trial:
-    """A mechanism under test. Checks build it, feed it and word their failures with it.
-
-    Attributes:
-        config: its configuration; `parts` are the classes.
-        reads: what some part reads, keys of READS.
-        groups: the number of key/value heads for HEADS query heads.
-        stateful, chained: whether some part declares it.
-    """
+    """A mechanism under test. Checks build it, feed it and word their failures with it."""
 
     def __init__(self, attention: AttentionSpec | type[Component] | Mechanism) -> None:
         if isinstance(attention, type):
@@ -52,8 +45,8 @@ class Trial:
             attention = f"{attention.name}(kv_heads=2)" if needs else attention.name
         self.config = AttentionConfig.parse(attention.config if isinstance(attention, Mechanism) else attention)
         self.parts = list(self.config.components)
-        self.reads = frozenset(name for part in self.parts for name in part.reads)
-        self.groups = count_kv_heads(self.config, HEADS)
+        self.reads = frozenset(name for part in self.parts for name in part.reads)  # what some part reads
+        self.groups = count_kv_heads(self.config, HEADS)  # key/value heads for HEADS query heads
         self.stateful = any(part.stateful for part in self.parts)
         self.chained = any(part.chained for part in self.parts)
 
