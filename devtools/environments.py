@@ -1,7 +1,7 @@
 """The environments that tests run in, found by folder. Standard library only.
 
 - "core": quest-core, quest-bench, quest-suites, research/ and the linters.
-- One per plugin with an extra `host`: the plugins that it names, its constraints.txt, and if they exist
+- One per plugin with an extra `host`: quest-suites, the plugins that it names, its constraints.txt, and if they exist
   requirements-nodeps.txt (installed without their dependencies) and environment/ of each of these plugins (files that
   are copied into site-packages).
 - Further ones, <name>-<label>, for another version of PyTorch (environments/<label>/) or of a host
@@ -108,6 +108,7 @@ def environment(name: str) -> Environment:
         requirements = ["-e", f"{ROOT}[test]"]
         requirements += ["-e", *((f"{folder}[test]", "-r", str(instead)) if replaced else (f"{folder}[host,test]",))]
         requirements += ["-e", str(PLUGINS / SUITES), "-e", str(EXAMPLE)]
+        shims.append(PLUGINS / SUITES)
         text = (folder / "pyproject.toml").read_text()
         for other in (
             other for other in plugins() if other not in (own, SUITES) and re.search(rf'"{other}[>\[]', text)

@@ -14,13 +14,9 @@ import quest_core
 import quest_mmseg
 from quest_core.hosts import plugins
 
-try:
-    import quest_timm_environment  # there already where ./dev made the environment
-except ModuleNotFoundError:
-    sys.path.append(str(Path(__file__).parents[2] / "quest-timm" / "environment"))
-    import quest_timm_environment  # noqa: F401
-
+sys.path.append(str(Path(__file__).parents[2] / "quest-suites" / "environment"))
 import mmpretrain.models  # registers its backbones
+import quest_suites_environment  # noqa: F401  # there already where ./dev made the environment
 
 BACKBONES: dict[str, dict[str, Any]] = {
     "timm": {

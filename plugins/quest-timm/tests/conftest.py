@@ -1,11 +1,7 @@
-"""The tests need what `environment/` gives: torchvision with a CPU build of PyTorch."""
+"""The tests need what quest-suites's `environment/` gives: torchvision with a CPU build of PyTorch."""
 
 import sys
 from pathlib import Path
 
-ENVIRONMENT = Path(__file__).parents[1] / "environment"
-try:
-    import quest_timm_environment  # there already where ./dev made the environment
-except ModuleNotFoundError:
-    sys.path.append(str(ENVIRONMENT))
-    import quest_timm_environment  # noqa: F401
+sys.path.append(str(Path(__file__).parents[2] / "quest-suites" / "environment"))
+import quest_suites_environment  # noqa: F401  # there already where ./dev made the environment

@@ -22,7 +22,7 @@ def doctor(folder):
 
 @pytest.mark.slow
 def test_a_torchvision_of_another_build(tmp_path):
-    (tmp_path / "quest_timm_environment.py").touch()  # no shim, as in a user's environment
+    (tmp_path / "quest_suites_environment.py").touch()  # no shim, as in a user's environment
     (tmp_path / "torchvision.py").write_text(OF_ANOTHER_BUILD)
     said = doctor(tmp_path)
     assert re.search(r"quest-timm \S+ with timm \S+: its host timm \S+ cannot be imported: RuntimeError: ", said)

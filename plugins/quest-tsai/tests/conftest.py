@@ -1,4 +1,4 @@
-"""The tests need what `environment/` gives: torchvision with a CPU build of PyTorch."""
+"""The tests need what quest-suites's `environment/` gives: torchvision with a CPU build of PyTorch."""
 
 import os
 import sys
@@ -12,14 +12,9 @@ NOT_RUN = (
     "thuml/Time-Series-Library and zhouhaoyi/ETDataset"
 )
 collect_ignore = [] if ROOT else ["test_tsl.py"]  # a skip would fail in CI, and a clone cannot be installed
-ENVIRONMENT = Path(__file__).parents[1] / "environment"
-try:
-    import quest_tsai_environment  # there already where ./dev made the environment
-except ModuleNotFoundError:
-    sys.path.append(str(ENVIRONMENT))
-    import quest_tsai_environment  # noqa: F401
-
+sys.path.append(str(Path(__file__).parents[2] / "quest-suites" / "environment"))
 import numpy as np  # noqa: E402
+import quest_suites_environment  # noqa: F401, E402  # there already where ./dev made the environment
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,7 +1,7 @@
 """Lets torchvision import with a CPU build of PyTorch, in environments made for tests and demonstrations.
 
-fastai imports torchvision. The registry's torchvision is a CUDA build whose compiled operators do not load with a CPU
-PyTorch, and its Python part then fails for want of two operator schemas. tsai calls neither operator. The .pth file
+timm and fastai import torchvision. The registry's torchvision is a CUDA build whose compiled operators do not load with
+a CPU PyTorch, and its Python part then fails for want of two operator schemas, which nothing here calls. The .pth file
 next to this module imports it at start-up; nothing happens until torchvision is imported.
 """
 
