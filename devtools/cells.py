@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import pytest
 
 from quest_core.registry import Option
-from quest_suites.contract import Cell, Result, Run, declared_suites
+from quest_suites.contract import Cell, Result, Run
 
 ROOT = Path(__file__).parents[1]
 
@@ -39,8 +39,8 @@ class HostSuites:
     committed: ClassVar[tuple[str, ...]]
     places: ClassVar[tuple[str, ...]] = ("research/results",)
 
-    def test_suites_are_read_without_the_plugin_and_their_options_take_their_defaults(self) -> None:
-        assert self.declared in [declared_suites(point.value) for point in entry_points(group="quest.suites")]
+    def test_options_of_suites_take_their_defaults(self) -> None:
+        assert self.declared in [point.load() for point in entry_points(group="quest.suites")]
         kinds = {"int": int, "float": float, "str": str, "bool": bool}
         for suite, info in self.declared.items():
             for said in info["options"]:
@@ -125,7 +125,7 @@ def run_committed(results: Path, suites: Iterable[str], folder: Path) -> list[st
     declared = {
         name: suite
         for point in entry_points(group="quest.suites")
-        for name, suite in declared_suites(point.value).items()
+        for name, suite in point.load().items()
         if name in suites
     }
     seen: set[tuple[str, ...]] = set()

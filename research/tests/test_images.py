@@ -29,7 +29,7 @@ def test_digits_come_with_scikit_learn_and_show_the_largest_logit():
 
     found, splits = load_digits(), images.digits()
     theirs = torch.from_numpy(found.images).float()[:, None] / 16
-    assert torch.equal(torch.cat([source(slice(None)) for source, _ in splits]), theirs)
+    assert torch.equal(torch.cat([own for own, _ in splits]), theirs)
     assert torch.cat([labels for _, labels in splits]).tolist() == found.target.tolist()
     assert len(splits[1][1]) == 597
 

@@ -10,7 +10,17 @@ import pytest
 import torch
 
 from quest_core.errors import PluginError
-from quest_suites.contract import STATE, Cell, Trained, load_state, over_rates, own_trainer, save_state, width_of_range
+from quest_suites.contract import (
+    STATE,
+    Cell,
+    Trained,
+    load_state,
+    over_rates,
+    own_trainer,
+    save_state,
+    sweep,
+    width_of_range,
+)
 from quest_suites.timing import beside_stock
 
 
@@ -110,7 +120,7 @@ def test_a_rate_that_diverges_stays_among_the_rates():
         progress(0.5, name)
         return {**found, 0.1 * 10**0.5: found[0.1], 10**0.5: found[1.0]}[rate]
 
-    result = over_rates(0.1, 5, train, lambda share, text: shares.append(share))
+    result = over_rates(sweep(0.1, 5, train, lambda share, text: shares.append(share)))
     assert shares == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9])
     assert result.metrics == {
         "accuracy": pytest.approx((70 + 70 + 69.5 + 69.5 + 10) / 5),

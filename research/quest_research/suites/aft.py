@@ -26,7 +26,7 @@ from quest_suites.contract import Cell, Progress, Result
 from quest_suites.timing import beside_stock, training_step
 
 from .images import Block, read
-from .training import DivergedError, fit
+from .training import fit
 
 LEVELS = 256
 """Values of a byte and of a pixel; the token after them starts an image."""
@@ -87,21 +87,19 @@ def run(cell: Cell, progress: Progress) -> Result:
         return Decoder(attention, length=training[0].shape[1], **shape)
 
     model = build(cell.attention)
-    try:
-        found = fit(
-            cell,
-            "training",
-            model,
-            lambda picked: loss(model, (training[0][picked], training[1][picked])),
-            len(training[0]),
-            {**options, "batch": batch},
-            measure=lambda: {"validation": bits(model, validation)},
-            progress=progress,
-            select="validation",
-            best=min,
-        )
-    except DivergedError as error:
-        progress(1.0, str(error))
+    found = fit(
+        cell,
+        "training",
+        model,
+        lambda picked: loss(model, (training[0][picked], training[1][picked])),
+        len(training[0]),
+        {**options, "batch": batch},
+        measure=lambda: {"validation": bits(model, validation)},
+        progress=progress,
+        select="validation",
+        best=min,
+    )
+    if found.diverged:
         return Result({"bits": math.nan})
     model.load_state_dict(found.weights)
     curves = found.series

@@ -33,7 +33,6 @@ from quest_core.errors import ConfigError
 from quest_suites.contract import Cell, Progress, Result
 
 from .images import VisionTransformer, accuracy, classify, read
-from .training import DivergedError
 
 SHOWN = 4
 """Test images in the pictures of a report."""
@@ -79,19 +78,17 @@ def run(cell: Cell, progress: Progress) -> Result:
     torch.manual_seed(cell.seed)
     shape = {name: options[name] for name in ("patch", "width", "layers", "heads")}
     model = VisionTransformer(cell.attention, size=(size, size), **shape)
-    try:
-        found = classify(
-            cell,
-            "training",
-            model,
-            (canvases[:count], labels[:count]),
-            {"validation": (canvases[count:], labels[count:])},
-            options,
-            rate=options["rate"],
-            progress=progress,
-        )
-    except DivergedError as error:
-        progress(1.0, str(error))
+    found = classify(
+        cell,
+        "training",
+        model,
+        (canvases[:count], labels[:count]),
+        {"validation": (canvases[count:], labels[count:])},
+        options,
+        rate=options["rate"],
+        progress=progress,
+    )
+    if found.diverged:
         return Result({"AG-CAM IoU": math.nan, "accuracy": math.nan})
     model.load_state_dict(found.weights)
     metrics = {"accuracy": accuracy(model, test, test_labels)}

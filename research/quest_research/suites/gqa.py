@@ -30,12 +30,16 @@ from quest_suites.contract import Cell, Progress, Result, part
 from quest_suites.timing import beside_stock
 
 from .images import VisionTransformer, accuracy, classify, read
-from .training import Curves, DivergedError
+from .training import Curves
 
 SPLIT = 5
 """Classes below this one are pretrained and up-trained, the others fine-tuned."""
 PROBE = 256
 """Images on which groups are counted and times measured."""
+
+
+class DivergedError(Exception):
+    """A phase has diverged, so the others make no sense."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,7 @@ def run(cell: Cell, progress: Progress) -> Result:
     upstream, downstream = halves(cell, options)
     try:
         return _phases(cell, progress, options, config, grouped, upstream, downstream)
-    except DivergedError as error:
-        progress(1.0, str(error))
+    except DivergedError:
         return Result({"accuracy": math.nan, "fine-tuned": math.nan, "fine-tuned from gqa": math.nan})
 
 
@@ -103,7 +106,7 @@ def _phases(
     def train(name: str, phase: str, model: VisionTransformer, data: Half, count: int) -> Curves:
         nonlocal done
         before, done = done, done + 1
-        return classify(
+        found = classify(
             cell,
             name,
             model,
@@ -113,7 +116,10 @@ def _phases(
             rate=options[f"{phase}_rate"],
             progress=part(progress, before, planned),
             watch=lambda model: {"non-uniform groups": non_uniform(model, data.validation[0][:PROBE])},
-        ).series
+        )
+        if found.diverged:
+            raise DivergedError(found.diverged)
+        return found.series
 
     base = regrouped(config, "mha")
     pretrained = build(base, cell.seed, options)

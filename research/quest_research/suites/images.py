@@ -39,9 +39,9 @@ from torch import Tensor, nn
 import quest_core
 from quest_core.errors import ConfigError
 from quest_core.projections import init_norms
-from quest_suites.contract import Cell, Progress, Result, observe, part
+from quest_suites.contract import Cell, Progress, Result, Trained, observe, sweep
 
-from .training import DivergedError, Fit, Float16Products, fit
+from .training import Fit, Float16Products, fit
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 """Where Debian's package dataset-fashion-mnist puts the files."""
@@ -189,9 +189,6 @@ def classify(
         clip: the largest norm of the gradients.
         change: augments inputs and labels of a mini-batch; its labels may be probabilities [B, classes].
         watch, after: `watch` gives further values after each epoch; see `measure` and `after` of `fit`.
-
-    Raises:
-        DivergedError: a loss is not finite.
     """
     device = next(model.parameters()).device.type
 
@@ -252,28 +249,26 @@ def run(cell: Cell, progress: Progress) -> Result:
     if cell.smoke:
         options |= {"train": 256, "validation": 128, "epochs": 1, "layers": 2, "test": 256}
     draw = torch.Generator().manual_seed(cell.seed)
-    data = load(cell.data, options, draw, digits() if cell.suite == "images/digits" else ())
+    data = load(cell.data, options, draw, digits() if cell.suite == "images/digits" else None)
     torch.manual_seed(cell.seed)
     model = build(cell.attention, data, options)
     probe = data.validation[0][:PROBE]
     first = observe(model, probe)
-    try:
-        found = classify(
-            cell,
-            "training",
-            model,
-            data.train,
-            {"validation": data.validation, "accuracy": data.test},
-            options,
-            rate=float(cell.task.removeprefix("lr=")),
-            draw=draw,
-            progress=progress,
-            watch=lambda model: {"max_logit": observe(model, probe)["max_logit"]},
-        )
-    except DivergedError as error:
-        progress(1.0, str(error))
+    found = classify(
+        cell,
+        "training",
+        model,
+        data.train,
+        {"validation": data.validation, "accuracy": data.test},
+        options,
+        rate=float(cell.task.removeprefix("lr=")),
+        draw=draw,
+        progress=progress,
+        watch=lambda model: {"max_logit": observe(model, probe)["max_logit"]},
+    )
+    if found.diverged:
         missing = dict.fromkeys(("accuracy", "last_accuracy", "validation", "max_logit", "query_norm"), math.nan)
-        return Result({**missing, "first_query_norm": first["query_norm"], "diverged": 1.0}, error.series)
+        return Result({**missing, "first_query_norm": first["query_norm"], "diverged": 1.0}, found.series)
     best, series, last = found.selected, found.series, observe(model, probe)
     return Result(
         {
@@ -310,52 +305,51 @@ def recipe(cell: Cell, progress: Progress) -> Result:
         options |= {"train": 256, "validation": 128, "epochs": 1, "layers": 2, "test": 256}
     data = load(cell.data, options, torch.Generator().manual_seed(cell.seed))
     deit = cell.task == "deit"
-    scores: dict[str, float] = {}
-    series: dict[str, list[float]] = {}
-    best, chosen, several = -math.inf, "", options["rates"] > 1
-    for place in range(options["rates"]):
-        rate = options["rate"] * 10 ** (place / 2)
-        name = f"lr={rate:.2g}"
+
+    def train(rate: float, name: str, progress: Progress) -> Trained:
         draw = torch.Generator().manual_seed(cell.seed)
-        change = partial(augment, classes=data.classes, draw=draw) if deit else None
         torch.manual_seed(cell.seed)
         model = build(cell.attention, data, options, drop=0.1 if deit else 0.0)
-        scores[name] = math.nan
-        try:
-            found = classify(
-                cell,
-                name,
-                model,
-                data.train,
-                {"validation": data.validation},
-                options,
-                rate=rate,
-                draw=draw,
-                progress=part(progress, place, options["rates"]),
-                precision=options["precision"],
-                clip=math.inf if deit else 1.0,
-                change=change,
-            )
-        except DivergedError as error:
-            curves = error.series
-        else:
-            curves = found.series
-            model.load_state_dict(found.weights)
-            scores[name] = accuracy(model, *data.test)
-            reached = curves["validation"][found.selected]
-            if reached > best:
-                best, chosen = reached, name
-        series |= {f"{key}/{name}" if several else key: values for key, values in curves.items()}
+        found = classify(
+            cell,
+            name,
+            model,
+            data.train,
+            {"validation": data.validation},
+            options,
+            rate=rate,
+            draw=draw,
+            progress=progress,
+            precision=options["precision"],
+            clip=math.inf if deit else 1.0,
+            change=partial(augment, classes=data.classes, draw=draw) if deit else None,
+        )
+        return tested(model, found, data.test, guess=math.nan)
+
+    done = sweep(options["rate"], options["rates"], train, progress)
+    several = len(done) > 1
+    chosen = max(done, key=lambda name: -math.inf if done[name].diverged else done[name].validation)
+    series = [
+        (f"{key}/{name}" if several else key, values) for name in done for key, values in done[name].series.items()
+    ]
     return Result(
         {
-            "accuracy": scores.get(chosen, math.nan),
-            **({f"accuracy/{name}": score for name, score in scores.items()} if several else {}),
-            "validation": best if chosen else math.nan,
-            "diverged": float(sum(map(math.isnan, scores.values()))),
+            "accuracy": done[chosen].accuracy,
+            **({f"accuracy/{name}": one.accuracy for name, one in done.items()} if several else {}),
+            "validation": done[chosen].validation,
+            "diverged": float(sum(one.diverged for one in done.values())),
         },
-        series,
+        dict(series),
         {"chosen": chosen},
     )
+
+
+def tested(model: nn.Module, found: Fit, test: Split, guess: float) -> Trained:
+    """Return the accuracy of the epoch that `classify` chose; both are `guess`, that of guessing, if it diverged."""
+    if found.diverged:
+        return Trained(guess, guess, found.series, diverged=True)
+    model.load_state_dict(found.weights)
+    return Trained(accuracy(model, *test), max(found.series["validation"]), found.series)
 
 
 def build(attention: str, data: Images, options: Mapping[str, Any], drop: float = 0.0) -> VisionTransformer:
@@ -442,7 +436,7 @@ class Images:
 
 
 def load(
-    folder: Path | None, options: Mapping[str, Any], draw: torch.Generator, sources: Sequence[Source] = ()
+    folder: Path | None, options: Mapping[str, Any], draw: torch.Generator, sources: list[Split] | None = None
 ) -> Images:
     """Read the images of a folder.
 
@@ -451,7 +445,7 @@ def load(
             CIFAR-10, or MNIST-1D. None takes Debian's package dataset-fashion-mnist.
         options: train and validation, numbers of images; test, 0 or left out for all.
         draw: selects training and validation images.
-        sources: the training and the test split, in place of a folder.
+        sources: the training and the test split in place of a folder, as `Images` has them or as bytes.
 
     Raises:
         ConfigError: there are too few images, or a file is missing or broken; the message says where it can be had.
@@ -465,8 +459,8 @@ def load(
     some = some[: options.get("test") or len(some)]
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    def split(pick: Callable[[Tensor], Tensor], of: Tensor, chosen: Tensor) -> Split:
-        images = pick(chosen)  # [n, C, S, S]
+    def split(images: Tensor, of: Tensor, chosen: Tensor) -> Split:
+        images = images[chosen]  # [n, C, S, S]
         images = images if images.is_floating_point() else images.float() / 255
         return images.to(device), of[chosen].to(device)
 
@@ -478,20 +472,15 @@ def load(
     )
 
 
-Source: TypeAlias = tuple[Callable[[Tensor], Tensor], Tensor]
-"""Gives chosen images [n, C, S, S], uint8 or float32 in 0..1, and the labels of all."""
-
-
-def _sources(folder: Path | None) -> list[Source]:
+def _sources(folder: Path | None) -> list[Split]:
     """Return the training and the test split of a folder."""
     if folder and any(folder.glob("*.bin")):
         return _cifar(folder)
     if folder and (path := folder / "mnist1d.npz").is_file():
         with np.load(path) as file:
             found = {name: torch.from_numpy(file[name]) for name in ("x", "y", "x_test", "y_test")}
-        return [(found[f"x{part}"].float()[:, None, None].__getitem__, found[f"y{part}"]) for part in ("", "_test")]
-    idx = [read(folder, split) for split in ("train", "t10k")]
-    return [(images[:, None].__getitem__, labels) for images, labels in idx]
+        return [(found[f"x{part}"].float()[:, None, None], found[f"y{part}"]) for part in ("", "_test")]
+    return [(images[:, None], labels) for images, labels in (read(folder, split) for split in ("train", "t10k"))]
 
 
 def read(folder: Path | None, split: str) -> Split:
@@ -521,7 +510,7 @@ def read(folder: Path | None, split: str) -> Split:
     return images.float() / 255, labels.long()
 
 
-def digits() -> list[Source]:
+def digits() -> list[Split]:
     """Return the handwritten digits of scikit-learn [1797, 1, 8, 8]: the first 1,200 for training, 597 for the test.
 
     The file is read without scikit-learn, whose import takes longer than half of a training.
@@ -532,11 +521,11 @@ def digits() -> list[Source]:
     table = np.loadtxt(Path(package.origin).parent / "datasets/data/digits.csv.gz", delimiter=",", dtype=np.float32)
     images = torch.from_numpy(table[:, :64]).view(-1, 1, 8, 8) / 16
     labels = torch.from_numpy(table[:, 64]).long()
-    return [(images[part].__getitem__, labels[part]) for part in (slice(1200), slice(1200, None))]
+    return [(images[part], labels[part]) for part in (slice(1200), slice(1200, None))]
 
 
-def _cifar(folder: Path) -> list[Source]:
-    sources: list[Source] = []
+def _cifar(folder: Path) -> list[Split]:
+    sources: list[Split] = []
     for names in ([f"data_batch_{i}" for i in range(1, 6)], ["test_batch"]):
         raw = b""
         for path in (folder / f"{name}.bin" for name in names):
@@ -545,5 +534,5 @@ def _cifar(folder: Path) -> list[Source]:
                 raise ConfigError(f"'{path}' is missing or not of CIFAR's binary version (cs.toronto.edu/~kriz)")
             raw += path.read_bytes()
         table = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(-1, 3073)  # label, pixels
-        sources.append((table[:, 1:].unflatten(1, (3, 32, 32)).__getitem__, table[:, 0].long()))
+        sources.append((table[:, 1:].unflatten(1, (3, 32, 32)), table[:, 0].long()))
     return sources

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quest_core.errors import ConfigError
-from quest_suites.contract import Cell, Progress, Result, Trained, observe, over_rates
+from quest_suites.contract import Cell, Progress, Result, Trained, observe, over_rates, sweep
 
 from .images import Split
 from .stability import CONTEXT, LanguageModel
-from .training import DivergedError, fit
+from .training import fit
 
 POWER = 0.01
 IGNORED = -100
@@ -99,24 +99,23 @@ def learn(
     def once(rate: float, name: str, progress: Progress) -> Trained:
         torch.manual_seed(cell.seed)
         model = make()
-        try:
-            found = fit(
-                cell,
-                name,
-                model,
-                lambda picked: loss(model, (train[0][picked], train[1][picked])),
-                len(train[0]),
-                {**options, "rate": rate},
-                measure=lambda: {"validation": accuracy(model, validation), **observe(model, validation[0][:64])},
-                select="validation",
-                progress=progress,
-            )
-        except DivergedError as error:
-            return Trained(0.0, 0.0, error.series, diverged=True)
+        found = fit(
+            cell,
+            name,
+            model,
+            lambda picked: loss(model, (train[0][picked], train[1][picked])),
+            len(train[0]),
+            {**options, "rate": rate},
+            measure=lambda: {"validation": accuracy(model, validation), **observe(model, validation[0][:64])},
+            select="validation",
+            progress=progress,
+        )
+        if found.diverged:
+            return Trained(0.0, 0.0, found.series, diverged=True)
         model.load_state_dict(found.weights)
         return Trained(accuracy(model, test), max(found.series["validation"]), found.series)
 
-    return over_rates(options["lowest"], options["rates"], once, progress)
+    return over_rates(sweep(options["lowest"], options["rates"], once, progress))
 
 
 def sequences(count: int, pairs: int, vocabulary: int, draw: torch.Generator) -> Split:

@@ -35,7 +35,7 @@ from quest_suites import corruptions
 from quest_suites.contract import Cell, Progress, Result, part
 
 from .images import Images, Split, accuracy, build, classify, load
-from .training import DivergedError, Fit
+from .training import Fit
 
 CORRUPTIONS = (
     "gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur", "snow",
@@ -83,20 +83,19 @@ def run(cell: Cell, progress: Progress) -> Result:
     done: dict[str, Fit] = {}
     for place, (name, change) in enumerate(trainings.items()):
         model.load_state_dict(first)
-        try:
-            done[name] = classify(
-                cell,
-                name,
-                model,
-                change(data.train),
-                {"validation": change(data.validation)},
-                options,
-                rate=options["rate"],
-                draw=torch.Generator().manual_seed(cell.seed),
-                progress=part(progress, place, len(trainings)),
-            )
-        except DivergedError as error:
-            return Result(dict.fromkeys(("accuracy", "relative accuracy", "clean"), math.nan), error.series)
+        found = done[name] = classify(
+            cell,
+            name,
+            model,
+            change(data.train),
+            {"validation": change(data.validation)},
+            options,
+            rate=options["rate"],
+            draw=torch.Generator().manual_seed(cell.seed),
+            progress=part(progress, place, len(trainings)),
+        )
+        if found.diverged:
+            return Result(dict.fromkeys(("accuracy", "relative accuracy", "clean"), math.nan), found.series)
 
     def after(name: str) -> nn.Module:
         model.load_state_dict(done[name].weights)

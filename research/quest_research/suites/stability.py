@@ -23,11 +23,10 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import quest_core
-from quest_suites.contract import Cell, Progress, Result, Trained, observe, over_rates
+from quest_suites.contract import Cell, Progress, Result, Trained, observe, over_rates, sweep
 
 from . import calibration, images
-from .images import Block, Split, accuracy, classify, start
-from .training import DivergedError
+from .images import Block, Split, classify, start, tested
 
 CONTEXT = 64
 """Characters that the language model sees."""
@@ -146,27 +145,23 @@ def run(cell: Cell, progress: Progress) -> Result:
             seen, logits[:] = logits[:], []
             return {**observe(model, probe), "training_logit": seen}
 
-        try:
-            found = classify(
-                cell,
-                name,
-                model,
-                problem.train,
-                {"validation": problem.validation},
-                options,
-                rate=rate,
-                draw=torch.Generator().manual_seed(cell.seed),
-                progress=progress,
-                precision=options["precision"],
-                watch=look,
-                after=after,
-            )
-        except DivergedError as error:
-            return Trained(problem.guess, problem.guess, error.series, diverged=True)
-        model.load_state_dict(found.weights)
-        return Trained(accuracy(model, *problem.test), max(found.series["validation"]), found.series)
+        found = classify(
+            cell,
+            name,
+            model,
+            problem.train,
+            {"validation": problem.validation},
+            options,
+            rate=rate,
+            draw=torch.Generator().manual_seed(cell.seed),
+            progress=progress,
+            precision=options["precision"],
+            watch=look,
+            after=after,
+        )
+        return tested(model, found, problem.test, problem.guess)
 
-    return over_rates(options["lowest"], options["rates"], train, progress)
+    return over_rates(sweep(options["lowest"], options["rates"], train, progress))
 
 
 def plots(rows: pd.DataFrame, results: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, Figure]]:

@@ -18,18 +18,6 @@ Curves = dict[str, list[float]]
 """A name -> its values, one an epoch; or as many an epoch, where it is measured in steps."""
 
 
-class DivergedError(Exception):
-    """The loss is not finite. A suite returns NaN, which counts as a lost seed.
-
-    Attributes:
-        series: the curves until then.
-    """
-
-    def __init__(self, message: str, series: Curves) -> None:
-        super().__init__(message)
-        self.series = series
-
-
 class Float16Products(TorchDispatchMode):
     """Compute matrix products of float16 tensors on a CPU in float32, and round them.
 
@@ -53,11 +41,13 @@ class Fit:
         series: ``train_loss`` and what was measured, by epoch.
         selected: the epoch, from 0, that `select` chose: the first one with its best value; without it, the last.
         weights: those of that epoch.
+        diverged: which loss was not finite and ended the phase. A suite then returns NaN, which counts as a lost seed.
     """
 
     series: Curves
     selected: int
     weights: Mapping[str, Tensor]
+    diverged: str = ""
 
 
 def fit(
@@ -97,9 +87,6 @@ def fit(
         clip: the largest norm of the gradients.
         scale_loss: scale the loss, for float16.
         after: called after each step of the optimizer with its number, from 1.
-
-    Raises:
-        DivergedError: the mean loss of an epoch is not finite.
     """
     epochs, batch, warmup = options["epochs"], options["batch"], options.get("warmup", 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options["rate"], weight_decay=options["weight_decay"])
@@ -114,18 +101,16 @@ def fit(
     found = Fit({}, 0, {})
     if state := saved.get(phase):
         found = state["found"]
-        if state["diverged"]:
-            raise DivergedError(state["diverged"], found.series)
         for name, part in parts.items():
             part.load_state_dict(state[name])
         if draw:
             draw.set_state(state["draw"])
 
-    def keep(diverged: str = "") -> None:
-        state = {"found": found, "diverged": diverged, "draw": draw and draw.get_state()}
+    def keep() -> None:
+        state = {"found": found, "draw": draw and draw.get_state()}
         save_state(cell, {**saved, phase: state | {name: part.state_dict() for name, part in parts.items()}})
 
-    for epoch in range(len(found.series.get("train_loss", ())), epochs):
+    for epoch in range(len(found.series.get("train_loss", ())), 0 if found.diverged else epochs):
         model.train()
         losses = []
         order = draw or torch.Generator().manual_seed(1000 * cell.seed + epoch)
@@ -143,8 +128,9 @@ def fit(
             losses.append(value.detach())
         mean = torch.stack(losses).mean().item()
         if not math.isfinite(mean):
-            keep(diverged := f"{phase}: the loss of epoch {epoch + 1} is {mean}")
-            raise DivergedError(diverged, found.series)
+            found.diverged = f"{phase}: the loss of epoch {epoch + 1} is {mean}"
+            keep()
+            break
         model.eval()
         with torch.no_grad():
             values = {"train_loss": mean, **measure()}
@@ -156,5 +142,7 @@ def fit(
             found.weights = copy.deepcopy(model.state_dict())
         keep()
         progress((epoch + 1) / epochs, f"{phase} epoch {epoch + 1} loss {mean:.3f}")
+    if found.diverged:
+        progress(1.0, found.diverged)
     model.eval()
     return found

@@ -17,13 +17,13 @@ from zipfile import ZipFile
 import torch
 
 from quest_core.errors import ConfigError
-from quest_suites.contract import Cell, Progress, Result, observe, part
+from quest_suites.contract import Cell, Progress, Result, Trained, observe, sweep
 
 from .aft import bits, loss, pieces
 from .calibration import corpus
 from .images import Split
 from .stability import CONTEXT, LanguageModel
-from .training import DivergedError, fit
+from .training import fit
 
 
 def run(cell: Cell, progress: Progress) -> Result:
@@ -48,32 +48,30 @@ def run(cell: Cell, progress: Progress) -> Result:
         raise ConfigError(f"option width is {options['width']}, which heads of {head} features do not divide")
     options |= {"heads": options["width"] // head}
     train, validation, test, vocabulary = texts(cell, options)
-    metrics: dict[str, float] = {"bits": math.nan}
-    best = math.inf
-    for place in range(options["rates"]):
-        rate = options["lowest"] * 10 ** (place / 2)
-        name = f"lr={rate:.2g}"
+    seen: dict[str, dict[str, float]] = {}  # of the attention at each rate
+
+    def once(rate: float, name: str, progress: Progress) -> Trained:
         torch.manual_seed(cell.seed)
         model = LanguageModel(cell.attention, vocabulary, options)
-        try:
-            found = fit(
-                cell,
-                name,
-                model,
-                lambda picked, model=model: loss(model, (train[0][picked], train[1][picked])),  # type: ignore[misc]
-                len(train[0]),
-                {**options, "epochs": 1, "rate": rate},
-                measure=lambda model=model: {"validation": bits(model, validation)},  # type: ignore[misc]
-                progress=part(progress, place, options["rates"]),
-            )
-        except DivergedError:
-            metrics[f"bits/{name}"] = math.nan
-            continue
-        metrics[f"bits/{name}"] = bits(model, test)
-        if found.series["validation"][-1] < best:
-            best = found.series["validation"][-1]
-            metrics |= {"bits": metrics[f"bits/{name}"], "rate": rate, **observe(model, validation[0][:64])}
-    return Result(metrics)
+        found = fit(
+            cell,
+            name,
+            model,
+            lambda picked: loss(model, (train[0][picked], train[1][picked])),
+            len(train[0]),
+            {**options, "epochs": 1, "rate": rate},
+            measure=lambda: {"validation": bits(model, validation)},
+            progress=progress,
+        )
+        if found.diverged:
+            return Trained(math.nan, math.inf, {}, diverged=True)
+        seen[name] = observe(model, validation[0][:64])
+        return Trained(bits(model, test), found.series["validation"][-1], {})
+
+    done = sweep(options["lowest"], options["rates"], once, progress)
+    best = min(done, key=lambda name: done[name].validation)
+    every = {f"bits/{name}": one.accuracy for name, one in done.items()}
+    return Result({"bits": done[best].accuracy, **every, "rate": done[best].rate, **seen.get(best, {})})
 
 
 def texts(cell: Cell, options: Mapping[str, Any]) -> tuple[Split, Split, Split, int]:

@@ -157,13 +157,7 @@ def catalogue(pythons: Sequence[str] = ()) -> Catalogue:
     suites: dict[str, Suite] = {}
     for record in records.values():
         for name, info in record.suites.items():
-            suite = Suite.read({"suite": name, **info}, record)
-            if suite.name in suites:
-                raise PluginError(
-                    f"suite '{suite.name}' is provided by both {suites[suite.name].record.distribution} and "
-                    f"{record.distribution}; fix: pip uninstall {record.distribution}"
-                )
-            suites[suite.name] = suite
+            suites[name] = Suite.read({"suite": name, **info}, record)
     return Catalogue(records, dict(sorted(suites.items())), paths)
 
 

@@ -131,9 +131,7 @@ def describe() -> list[dict[str, Any]]:
             about |= {"status": "not installed", "detail": f"its tasks need quest-{point.name}", "fix": fix}
         record = found.setdefault(point.name, about)
         try:
-            from quest_suites.contract import declared_suites  # every package with suites needs it
-
-            record["suites"] = declared_suites(point.value)
+            record["suites"] = point.load()
         except Exception as error:
             fix = f"pip install --force-reinstall {point.dist.name}"
             record |= {"status": "broken", "detail": f"its suites cannot be read: {error!r}", "fix": fix}

@@ -6,18 +6,16 @@ function ``run(cell, progress) -> Result`` under the entry-point group ``quest.b
 evaluates one cell: one task, one attention, one seed.
 
 Functions for suites: `save_state` and `load_state` let a killed cell continue, `train_steps` trains step by step,
-`over_rates` at several learning rates, `observe` looks at the attention of a model, and `own_trainer` runs a
+`sweep` at several learning rates, `observe` looks at the attention of a model, and `own_trainer` runs a
 framework's own training script. :mod:`quest_suites.timing` times a step against the host's own.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import math
 import os
 import random
-import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -227,22 +225,24 @@ class Trained:
         validation: on the validation split at that epoch, in %.
         series: name -> values by epoch.
         diverged: whether a loss was not finite.
+        rate: the learning rate, which `sweep` sets.
     """
 
     accuracy: float
     validation: float
     series: dict[str, list[float]]
     diverged: bool = False
+    rate: float = math.nan
 
 
-def over_rates(
+def sweep(
     lowest: float,
     count: int,
     train: Callable[[float, str, Progress], Trained],
     progress: Progress,
     keep: Cell | None = None,
-) -> Result:
-    """Train at learning rates half a decade apart. A rate that diverges stays in the result.
+) -> dict[str, Trained]:
+    """Train at learning rates half a decade apart; return what `train` does, by name.
 
     Args:
         lowest: the lowest rate.
@@ -250,31 +250,41 @@ def over_rates(
         train: called with each rate, its name "lr=R" and the progress of its share.
         progress: of the cell.
         keep: the cell, if `train` saves no state of its own: a killed cell continues at the rate that it was at.
-
-    Returns:
-        Metrics ``accuracy``, the mean over the rates, and ``accuracy/lr=R`` at each; ``best accuracy``, at the rate
-        that is best in validation; ``range``, see `width_of_range`; and ``diverged``, a number of rates. Series of
-        `train` with names that end on ``/lr=R``. Details ``rates``, and the names of those that ``diverged``.
     """
-    rates = [lowest * 10 ** (place / 2) for place in range(count)]
     done: dict[str, Trained] = (load_state(keep) or {}) if keep else {}
-    for place, rate in enumerate(rates):
+    for place in range(count):
+        rate = lowest * 10 ** (place / 2)
         name = f"lr={rate:.2g}"
         if name not in done:
             done[name] = train(rate, name, part(progress, place, count))
+            done[name].rate = rate
             if keep:
                 save_state(keep, done)
+    return done
+
+
+def over_rates(done: Mapping[str, Trained]) -> Result:
+    """Return the result of a `sweep`, in which a rate that diverged stays.
+
+    Returns:
+        Metrics ``accuracy``, the mean over the rates, and ``accuracy/lr=R`` at each; ``best accuracy``, at the rate
+        that is best in validation; ``range``, see `width_of_range`; and ``diverged``, a number of rates. Series
+        with names that end on ``/lr=R``. Details ``rates``, and the names of those that ``diverged``.
+    """
     scores = {name: one.accuracy for name, one in done.items()}
     return Result(
         {
-            "accuracy": sum(scores.values()) / count,
+            "accuracy": sum(scores.values()) / len(scores),
             **{f"accuracy/{name}": score for name, score in scores.items()},
             "best accuracy": max(done.values(), key=lambda one: one.validation).accuracy,
             "range": width_of_range(list(scores.values())),
             "diverged": float(sum(one.diverged for one in done.values())),
         },
         {f"{key}/{name}": values for name, one in done.items() for key, values in one.series.items()},
-        {"rates": rates, "diverged": [name for name, one in done.items() if one.diverged]},
+        {
+            "rates": [one.rate for one in done.values()],
+            "diverged": [name for name, one in done.items() if one.diverged],
+        },
     )
 
 
@@ -317,20 +327,3 @@ def observe(model: nn.Module, *inputs: Any) -> dict[str, float]:
     means["key_norm"] = every("key_norm_mean")
     largest = max(every("max_logit"), key=lambda value: (math.isnan(value), value))
     return {"max_logit": largest, **{name: sum(own) / len(own) for name, own in means.items()}}
-
-
-def declared_suites(value: str) -> Mapping[str, Any]:
-    """Return the suites "package.module:ATTRIBUTE" from a file that is run without its package, which imports a host.
-
-    Raises:
-        FileNotFoundError: the file is missing. Errors of the file itself are raised too.
-    """
-    module, _, attribute = value.partition(":")
-    package, _, leaf = module.partition(".")
-    spec = importlib.util.find_spec(package)
-    for folder in (spec.submodule_search_locations if spec else None) or []:
-        path = Path(folder, *leaf.split(".")).with_suffix(".py")
-        if path.is_file():
-            suites: Mapping[str, Any] = runpy.run_path(str(path))[attribute]
-            return suites
-    raise FileNotFoundError(f"no file for '{module}' in package '{package}'")

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from quest_core.errors import ConfigError
-from quest_suites.contract import Cell, Progress, Result, Trained, load_state, observe, over_rates, save_state
+from quest_suites.contract import Cell, Progress, Result, Trained, load_state, observe, over_rates, save_state, sweep
 
 SMOKE_GRAPHS = (24, 8, 8)
 SMOKE_EPOCHS = 2
@@ -211,7 +211,7 @@ def run_rates(cell: Cell, progress: Progress) -> Result:
         return Trained(guess, guess, one.series, diverged=True)
 
     rates = min(cell.options["rates"], 2) if cell.smoke else cell.options["rates"]
-    return over_rates(cell.options["lowest"], rates, train, progress, keep=cell)
+    return over_rates(sweep(cell.options["lowest"], rates, train, progress, keep=cell))
 
 
 @contextlib.contextmanager

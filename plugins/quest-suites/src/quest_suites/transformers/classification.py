@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 import quest_transformers  # noqa: F401  # makes transformers accept the attention
 from quest_core.errors import ConfigError, PluginError
 from quest_core.hosts.inject import REPORT
-from quest_suites.contract import Cell, Progress, Result, Trained, over_rates
+from quest_suites.contract import Cell, Progress, Result, Trained, over_rates, sweep
 
 Sentences = list[tuple[list[str], str]]
 """Words in lower case, and the class."""
@@ -216,7 +216,7 @@ def run(cell: Cell, progress: Progress) -> Result:
         shutil.rmtree(folder)
         return found
 
-    result = over_rates(options["lowest"], options["rates"], once, progress, keep=cell)
+    result = over_rates(sweep(options["lowest"], options["rates"], once, progress, keep=cell))
     result.details |= {"vocabulary": words, "sentences": [len(train), len(validation), len(test)]}
     model = make()
     result.details |= {"injected": str(getattr(model, REPORT)), "parameters": model.num_parameters()}
