@@ -6,9 +6,7 @@ python docs/figures.py logits [RUN]    the largest logit in training, of the com
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import matplotlib
@@ -16,11 +14,16 @@ import matplotlib
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import quest_core
 
 HERE = Path(__file__).resolve().parent / "figures"
+THEMES = (
+    ("", "default", ("#b03a2e", "#1f618d", "#1e8449")),
+    ("-dark", "dark_background", ("#ec7063", "#5dade2", "#58d68d")),  # for pages with a dark background
+)
 LOGITS = HERE.parents[1] / "research" / "results" / "stability" / "logits"
 
 
@@ -45,36 +48,55 @@ def weight_of_a_growing_key(name: str, norms: Tensor) -> list[float]:
 def draw_growing_key() -> None:
     """docs/figures/growing-key.png, and growing-key-dark.png for pages with a dark background."""
     norms = torch.linspace(0.25, 8, 100)
-    for suffix, style, colours in (
-        ("", "default", ("#b03a2e", "#1f618d")),
-        ("-dark", "dark_background", ("#ec7063", "#5dade2")),
-    ):
+    for suffix, style, colours in THEMES:
         with plt.style.context(style):
             figure, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
-            for name, colour in zip(("standard", "quest"), colours, strict=True):
+            for name, colour in zip(("standard", "quest"), colours, strict=False):
                 axes.plot(norms, weight_of_a_growing_key(name, norms), label=name, color=colour, linewidth=2)
             axes.set(xlabel="norm of one key, times that of the others", ylabel="attention it gets", ylim=(0, 1))
-            axes.spines[["top", "right"]].set_visible(False)
             axes.legend(frameon=False)
-            path = HERE / f"growing-key{suffix}.png"
-            figure.savefig(path, dpi=150, transparent=True, metadata={"Software": None})
+            save(figure, f"growing-key{suffix}.png")
 
 
 def draw_logits_in_training(results: Path = LOGITS) -> None:
-    """docs/figures/logits-in-training.png, a picture of the report of a run of stability/rates/vit."""
-    from quest_bench.report import write_page
+    """docs/figures/logits-in-training.png and its dark form, of a run of stability/rates/vit."""
+    from quest_bench.groups import load_cells
+    from quest_research.suites.stability import EVERY
 
-    with tempfile.TemporaryDirectory() as made:
-        write_page(results, Path(made), "standard")
-        shutil.copy(Path(made) / "report" / "01-vit-largest-logit-in-training.png", HERE / "logits-in-training.png")
+    series: dict[str, dict[str, list[list[float]]]] = {}  # rate -> attention -> a list for each seed
+    for cell in load_cells(results):
+        for key, values in (cell.result or {"series": {}})["series"].items():
+            metric, _, rate = key.partition("/")
+            if metric == "training_logit":
+                series.setdefault(rate, {}).setdefault(cell.cell["attention"], []).append(values)
+    for suffix, style, colours in THEMES:
+        with plt.style.context(style):
+            figure, panels = plt.subplots(1, len(series), sharey=True, figsize=(6.4, 3.2), layout="constrained")
+            for axes, (rate, attentions) in zip(panels, series.items(), strict=True):
+                for name, colour in zip(("standard", "quest", "qknorm-hs"), colours, strict=True):
+                    logits = torch.tensor([seed[: min(map(len, attentions[name]))] for seed in attentions[name]])
+                    steps = [1, *range(EVERY, EVERY * logits.shape[1], EVERY)]
+                    axes.plot(steps, logits.mean(0), color=colour, label=name, linewidth=2)
+                    axes.fill_between(steps, logits.amin(0), logits.amax(0), color=colour, alpha=0.2, linewidth=0)
+                axes.set(yscale="log", xlabel="step", title=f"learning rate {rate.removeprefix('lr=')}")
+            panels[0].set_ylabel("largest logit")
+            figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False)
+            save(figure, f"logits-in-training{suffix}.png")
+
+
+def save(figure: Figure, name: str) -> None:
+    """Write a figure without the upper and the right edge of its axes."""
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(HERE / name, dpi=150, transparent=True, metadata={"Software": None})
 
 
 def main() -> None:
     HERE.mkdir(exist_ok=True)
+    plt.rcParams.update({"font.size": 11})
     if sys.argv[1:2] == ["logits"]:
         draw_logits_in_training(*map(Path, sys.argv[2:]))
         return
-    plt.rcParams.update({"font.size": 11})
     draw_growing_key()
     draw_logits_in_training()
 

@@ -208,7 +208,8 @@ def on_page_markdown(text: str, *, page: Any, config: Any, files: Files) -> str:
             kind = "tree" if file.is_dir() else "blob"
             new = f"{REPOSITORY}/{kind}/main/{file.relative_to(ROOT)}" if file.exists() else target
         else:
-            new = os.path.relpath(uri, Path(own).parent)
+            # MkDocs turns links of Markdown into addresses, but not those of HTML.
+            new = os.path.relpath(uri, Path(own if match["start"] == "](" else page.file.dest_uri).parent)
         return f"{match['start']}{new}{'#' + anchor if anchor else ''}{match['end']}"
 
     return LINK.sub(replace, text)
