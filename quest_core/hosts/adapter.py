@@ -369,7 +369,7 @@ class Adapter(ABC):
         if len(found) != 1:
             raise UnsupportedError(
                 f"{type(module).__name__} of the adapter '{self.name}' has {len(found)} parts with `projections`; "
-                "expected one (quest_core.projections.Projected), whose queries are scaled"
+                "expected one (quest_core.projections.Projected), so its query projection is not known"
             )
         found[0].projections.scale(found[0], found[0].head_sizes, "q", factor)
 
