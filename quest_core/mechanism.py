@@ -197,6 +197,13 @@ class Mechanism(CheckpointGuard):
             normalizer = functools.partial(self._modules[axis], normalizer, x=x, cache=cache)  # type: ignore[arg-type, misc]
         return normalizer, q, k, v, scale
 
+    @property
+    def kernel(self) -> str:
+        """The function of PyTorch by which `forward` attends, or "written out" for products and sums."""
+        softmax = self.family is None and hasattr(self.normalizer, "attend") and not self._perturbs
+        changed = any(part.axis == "score_mod" and not part.fused for part in self.config.components)
+        return "scaled_dot_product_attention" if softmax and not changed else "written out"
+
     def __prepare_scriptable__(self) -> NoReturn:
         """Refuse torch.jit.script, which calls this first; its own error names a type annotation."""
         raise UnsupportedError(

@@ -14,7 +14,7 @@ from torch import nn
 
 import quest_core
 from quest_core import ConfigError, InjectionError, MultiheadAttention, UnsupportedError
-from quest_core.hosts.inject import Request
+from quest_core.hosts.inject import Replacement, Report, Request
 from quest_core.hosts.torch import TorchAdapter
 from quest_core.notices import LOGGER, say
 
@@ -54,6 +54,20 @@ def test_every_attention_is_replaced_and_reported():
     assert model.attention_report is report
     assert str(report).startswith("attention=quest in 5 modules (MultiheadAttention; 1,440 parameters as before)")
     assert len(report.table().splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    ("attention", "kernel"),
+    [
+        ("quest+gqa(kv_heads=2)", "scaled_dot_product_attention"),
+        ("quest+sigmoid", "written out"),
+        ("quest+pgqa(kv_heads=2)", "written out"),
+        ("linear", "written out"),
+    ],
+)
+def test_a_report_says_what_computes_the_attention(attention, kernel):
+    report = quest_core.inject(nn.Sequential(nn.MultiheadAttention(8, 4)), attention)[1]
+    assert f"; kernel={kernel}" in str(report)
 
 
 def test_initial_values_of_a_mechanism_leave_the_random_state_alone():
@@ -424,7 +438,7 @@ def test_a_partial_replacement_must_be_meant():
         quest_core.inject(model, "quest")
     assert type(model[0]) is nn.MultiheadAttention
     report = quest_core.inject(model, "quest", allow_partial=True)[1]
-    assert report.left_alone == ("1",)
+    assert [*report.left_alone] == ["1"]
     assert "; not replaced: 1;" in str(report)
 
 
@@ -434,8 +448,19 @@ def test_an_adapter_says_what_stays_by_design():
 
     model = nn.Sequential(nn.MultiheadAttention(8, 2), OddAttention(), OddAttention())
     report = quest_core.inject(model, "quest", adapter=Declaring())[1]
-    assert report.left_alone == ("1", "2")
+    assert [*report.left_alone] == ["1", "2"]
     assert "; not replaced (it only gates): 1, 2" in str(report)
+
+
+def test_reports_of_parts_join_to_one_of_the_whole():
+    """Paths are those of the whole model, and reasons are kept."""
+    row = Replacement("attn", "Attention", "timm", 8, 8)
+    one = Report("quest", (row,), {"other": "it only gates"})
+    two = Report("quest", (replace(row, path="decoder.other"),), {"gate": ""}, started=True)
+    joined = Report.joined("quest", [("encoder", one), ("decoder", one), ("", two)])
+    assert [row.path for row in joined.replacements] == ["encoder.attn", "decoder.attn", "decoder.other"]
+    assert joined.left_alone == {"encoder.other": "it only gates", "gate": ""}
+    assert joined.started
 
 
 # --- what a host's configuration asks for -----------------------------------------------------------------------------

@@ -35,6 +35,9 @@ def test_every_part_says_what_it_is():
         assert part.complexity.startswith("O(")
         assert part.causal or "causal = True" not in part.causal_reason
         assert all(option.doc for option in part.options)
+        if part.axis in ("normalizer", "family"):
+            made = quest_core.Mechanism(part.name, num_heads=4, head_dim=8)
+            assert (made.kernel == "scaled_dot_product_attention") == ("fused kernel" in part.complexity)
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids="+".join)

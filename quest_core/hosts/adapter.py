@@ -99,6 +99,8 @@ class HostAttention(Projected):
     """What every module of this class asks of a mechanism, besides dropout."""
     hides_by_infinity: ClassVar[bool] = False
     """Whether `forward` makes additive masks that hide by −inf only, which saves a pass over them."""
+    drops_weights: ClassVar[bool] = False
+    """Whether `attend` drops formed weights, so that a seeded run drops the same ones as a host that forms them."""
 
     @classmethod
     def sizes(cls, host: Any) -> dict[str, Any]:
@@ -168,7 +170,6 @@ class HostAttention(Projected):
         *,
         is_causal: bool = False,
         dropout_p: float | None = None,
-        seeded: bool = False,
     ) -> Tensor:
         """Return the heads' outputs side by side, [B, N, H·Dv]; `is_causal` is aligned at the last query.
 
@@ -177,12 +178,11 @@ class HostAttention(Projected):
             k, v: [B, G, M, Dk] and [B, G, M, Dv].
             mask: boolean (True = may attend) or additive, broadcastable to [B, H, N, M].
             dropout_p: on the weights; by default the rate of `attn_drop` in training.
-            seeded: drop formed weights, so that a seeded run drops the same ones as a host that forms them.
         """
         if dropout_p is None:
             dropout_p = rate(self.attn_drop) if self.training else 0.0
         how: Any = {"attn_mask": mask, "is_causal": is_causal, "dropout_p": dropout_p}
-        if seeded and dropout_p > 0:
+        if self.drops_weights and dropout_p > 0:
             out, _ = self.mechanism.forward_with_weights(q, k, v, **how)
         else:
             out = self.mechanism(q, k, v, **how)
@@ -297,9 +297,9 @@ class Adapter(ABC):
         """Return whether a module that stays is attention, though neither its name nor its layers say so."""
         return False
 
-    leaves_alone: ClassVar[frozenset[str] | Mapping[str, str]] = frozenset()
+    leaves_alone: ClassVar[Mapping[str, str]] = {}
     """Class names of attention modules of this host that stay as they are by design, such as deformable attention in a
-    pixel decoder; a mapping says why, and the report repeats it. Any other that stays is an error, unless `inject` gets
+    pixel decoder, and why, which the report repeats. Any other that stays is an error, unless `inject` gets
     `allow_partial`."""
     kernels_attend: ClassVar[bool] = True
     """Whether code that no function of PyTorch shows, such as a compiled kernel, may be attention where no softmax is
@@ -349,6 +349,17 @@ class Adapter(ABC):
 
         It must not raise.
         """
+
+    def kernel(self, site: Site, made: nn.Module) -> str:
+        """Return what computes the attention of a replacement in training, as the report and the log say it.
+
+        Override it for a host with functions of its own. The default is the function of PyTorch that the mechanism
+        calls, or "written out" where weights are formed.
+        """
+        mechanism = next(part for part in made.modules() if isinstance(part, Mechanism))
+        asked = site.capabilities
+        forms = asked.weights or (asked.dropout and getattr(made, "drops_weights", False))
+        return "written out" if forms else mechanism.kernel
 
     def projected(self, module: nn.Module) -> list[Projected]:
         """Return the parts that describe their projections of a module that `replace` made.

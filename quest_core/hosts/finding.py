@@ -234,6 +234,13 @@ class FoundAdapter(Adapter):
         made: nn.Module = self.found[site.path].draft(site.module, config)
         return made
 
+    def kernel(self, site: Site, made: nn.Module) -> str:
+        """Return what the host's code calls, if the mechanism prepares operands only, or as in `Adapter`."""
+        found = self.found[site.path]
+        if isinstance(found, Written):
+            return WRITTEN_OUT
+        return found.function if found.function == "flex_attention" else super().kernel(site, made)
+
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Return what `config` needs beyond the operands of a call or product, or None."""
         return self.found[site.path].refusal(config) or refusal(config, site.capabilities)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 import math
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any
 
@@ -50,13 +49,14 @@ GUIDE = "https://quest-attention.github.io/quest/writing-an-adapter/"
 
 @dataclass(frozen=True)
 class Replacement:
-    """One replaced module: its path, its class, and its parameters before and after."""
+    """One replaced module: its path, its class, its parameters before and after, and what computes its attention."""
 
     path: str
     host_class: str
     adapter: str
     parameters_before: int
     parameters_after: int
+    kernel: str = ""
     note: str = ""  # a remark on the attention in this host
     query_norms: tuple[float, ...] = ()  # of a fresh model: see `Projections.norms`; one of each head
 
@@ -68,16 +68,26 @@ class Report:
     Attributes:
         attention: the mechanism, as AttentionConfig writes it.
         replacements: one entry a replaced module, in the order of the forward pass.
-        left_alone: paths of modules that look like attention and that were not replaced.
+        left_alone: paths of modules that look like attention and that were not replaced -> why, "" if it is not known.
         started: whether options of the attention set the norms of queries or keys.
-        reasons: why each of `left_alone` stays, where its adapter says it.
     """
 
     attention: str
     replacements: tuple[Replacement, ...]
-    left_alone: tuple[str, ...] = ()
+    left_alone: Mapping[str, str] = field(default_factory=dict)
     started: bool = False
-    reasons: tuple[str, ...] = ()
+
+    @classmethod
+    def joined(cls, attention: str, reports: Iterable[tuple[str, Report]]) -> Report:
+        """Return one report of several on parts of a model, by their paths, without what another has replaced."""
+        rows, left, started = [], dict[str, str](), False
+        for root, report in reports:
+            rows += [replace(row, path=f"{root}.{row.path}".strip(".")) for row in report.replacements]
+            left |= {f"{root}.{path}".strip("."): why for path, why in report.left_alone.items()}
+            started = started or report.started
+        for row in rows:
+            left.pop(row.path, None)
+        return cls(attention, tuple(rows), left, started)
 
     def __str__(self) -> str:
         before = sum(r.parameters_before for r in self.replacements)
@@ -86,9 +96,10 @@ class Report:
         count = len(self.replacements)
         size = f"{before:,} parameters as before" if before == after else f"{before:,} -> {after:,} parameters"
         left: dict[str, list[str]] = {}
-        for path, why in itertools.zip_longest(self.left_alone, self.reasons, fillvalue=""):
+        for path, why in self.left_alone.items():
             left.setdefault(f" ({why})" * bool(why), []).append(path)
-        others = "".join(f"; not replaced{why}: {', '.join(paths)}" for why, paths in left.items())
+        others = f"; kernel={' and '.join(dict.fromkeys(r.kernel for r in self.replacements))}"
+        others += "".join(f"; not replaced{why}: {', '.join(paths)}" for why, paths in left.items())
         others += "".join(f"; {note}" for note in dict.fromkeys(r.note for r in self.replacements if r.note))
         norms = [norm for r in self.replacements for norm in r.query_norms]
         if norms and self.started:
@@ -100,6 +111,7 @@ class Report:
         width = max(len(r.path) for r in self.replacements)
         return "\n".join(
             f"{r.path:<{width}}  {r.host_class}  {r.adapter}  {r.parameters_before:,} -> {r.parameters_after:,}"
+            + f"  {r.kernel}"
             + (f"  {r.note}" if r.note else "")
             + (f"  ‖q‖ {sum(r.query_norms) / len(r.query_norms):.3g}" if r.query_norms else "")
             for r in self.replacements
@@ -268,10 +280,7 @@ def inject(
     chosen = [(owner, replace(site, fresh=fresh)) for owner, site in found]
     if not chosen:
         raise InjectionError(_nothing_found(model, adapters, finding, ran=example is not None))
-    by_design: dict[str, str] = {}
-    for owner in adapters:
-        names = owner.leaves_alone
-        by_design |= names if isinstance(names, Mapping) else dict.fromkeys(names, "")
+    by_design = {kind: why for owner in adapters for kind, why in owner.leaves_alone.items()}
     others = {m for m in model.modules() if type(m).__name__ in by_design or any(a.attends(m) for a in adapters)}
     left = finding.missed | unknown_attention(
         model, [site.path for _, site in chosen], lambda module: module in others or looks_like_attention(module)
@@ -300,8 +309,8 @@ def inject(
         owner.connect(model, drafts)
     scaled = _scaled(config, chosen, made) if fresh else []
     rows = [_row(config, owner, site, one, fresh=fresh) for (owner, site), one in zip(chosen, made, strict=True)]
-    reasons = tuple(by_design.get(type(module).__name__, "") for module in left.values())
-    report = Report(str(config), tuple(rows), tuple(left), bool(scaled), reasons)
+    stays = {path: by_design.get(type(left[path]).__name__) or finding.left.get(path, "") for path in left}
+    report = Report(str(config), tuple(rows), stays, bool(scaled))
     changed = {origin_of(x): type(x) for one in drafts.values() for x in one.modules() if is_draft(x)}
     _refuse_kept_methods(model, changed)
     trained = None if attention_from is None else AttentionConfig.parse(attention_from)
@@ -447,7 +456,8 @@ def _row(config: AttentionConfig, owner: Adapter, site: Site, made: nn.Module, *
         note = _normed(site)
         if not note and site.head_dim <= NARROW:
             note = f"heads have {site.head_dim} features; {NARROW_HEADS}"
-    return Replacement(site.path, type(site.module).__name__, owner.name, before, after, note, norms)
+    kind = type(site.module).__name__
+    return Replacement(site.path, kind, owner.name, before, after, owner.kernel(site, made), note, norms)
 
 
 def _normed(site: Site) -> str:

@@ -105,7 +105,7 @@ def test_each_part_takes_an_attention_of_its_own():
     assert parts(model) == {"encoder": "sinkhorn", "decoder": "quest", "cross": "quest+gqa(ratio=2)"}
     report = model.attention_report
     assert report.attention == "encoder: sinkhorn; decoder: quest; cross: quest+gqa(ratio=2)"
-    assert [len(report.replacements), report.left_alone] == [6, ()]
+    assert [len(report.replacements), report.left_alone] == [6, {}]
     assert call(model, (TOKENS, LENGTHS, TOKENS)).isfinite().all()
     twin = make("quest_transformer", *mt, "--attention-encoder", "sinkhorn", "--attention-cross", "quest+gqa(ratio=2)")
     twin.load_state_dict(model.state_dict())

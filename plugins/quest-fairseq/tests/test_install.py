@@ -166,7 +166,8 @@ def test_the_log_file_has_the_report_and_the_warning(tools, lm_data, tmp_path):
         for handler in handlers[:]:
             handlers.remove(handler)
             handler.close()
-    for said in ("attention=quest in 2 modules", "these weights were trained with standard attention"):
+    report = "attention=quest in 2 modules", "; kernel=scaled_dot_product_attention"
+    for said in (*report, "these weights were trained with standard attention"):
         assert log_file.read_text().count(said) == 1
         assert log.count(said) == 1
 

@@ -67,7 +67,7 @@ def test_an_encoder_of_the_same_attention_is_loaded(attention, tmp_path):
     for name, weight in trained.encoder.state_dict().items():
         assert torch.equal(model.encoder.state_dict()[name], weight)
     assert [row.path.partition(".")[0] for row in model.attention_report.replacements] == ["encoder", *["decoder"] * 2]
-    assert model.attention_report.left_alone == ()
+    assert not model.attention_report.left_alone
 
 
 def test_an_encoder_of_another_attention_is_refused_or_converted(tmp_path):

@@ -38,7 +38,8 @@ def test_gps_conv_takes_attention_in_attn_kwargs():
     assert isinstance(conv.attn, GraphAttention)
     assert (str(conv.attn.config), conv.attn.dropout) == ("quest", 0.5)
     assert str(conv.attention_report).startswith(
-        "attention=quest in 1 module (MultiheadAttention; 1,088 parameters as before)"
+        "attention=quest in 1 module (MultiheadAttention; 1,088 parameters as before); "
+        "kernel=scaled_dot_product_attention, packing=auto"
     )
     positional = GPSConv(16, None, 4, 0.0, "relu", None, "batch_norm", None, "multihead", {"attention": "qnorm"})
     assert str(positional.attn.config) == "qnorm"
@@ -323,7 +324,7 @@ def test_a_partial_replacement_needs_allow_partial(monkeypatch):
     monkeypatch.setitem(register.network_dict, "partial", Partial)
     model = build("model.type", "partial", "gnn.attention", "quest", "gnn.allow_partial", "True")
     assert [r.path for r in model.attention_report.replacements] == ["conv.attn", "mix"]
-    assert model.attention_report.left_alone == ("pool",)
+    assert [*model.attention_report.left_alone] == ["pool"]
 
 
 def test_the_hosts_log_has_the_report_and_the_warning(tmp_path):

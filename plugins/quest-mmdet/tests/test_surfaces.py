@@ -128,7 +128,9 @@ def test_the_runner_trains_evaluates_logs_and_continues(data, tmp_path):
     runner = Runner.from_cfg(made)
     with recorded() as calls:
         runner.train()
-    assert str(runner.model.attention_report).startswith("attention=quest in 2 modules (MultiheadAttention; ")
+    said = str(runner.model.attention_report)
+    assert said.startswith("attention=quest in 2 modules (MultiheadAttention; ")
+    assert "; kernel=scaled_dot_product_attention; not replaced (deformable attention, no q·k): " in said
     log = next((tmp_path / "work").glob("*/vis_data/scalars.json")).read_text().splitlines()
     values = {}
     for line in log:

@@ -50,7 +50,7 @@ def test_backbone_and_head_are_replaced(kind):
     report = build(kind, "quest").attention_report
     assert sorted(row.path.partition(".")[0] for row in report.replacements) == ["backbone"] * 2 + ["decode_head"] * 2
     assert {row.adapter for row in report.replacements} == ({"mmseg", "timm"} if kind == "timm" else {"mmseg"})
-    assert report.left_alone == ()
+    assert not report.left_alone
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -73,7 +73,8 @@ def test_the_whole_model(log):
     model = build(attention="quest")
     assert log == [str(model.attention_report)]
     assert list(attentions(model).values()) == ["quest"] * 4
-    assert str(model.attention_report).startswith("attention=quest in 4 modules (MultiheadAttention; ")
+    assert log[0].startswith("attention=quest in 4 modules (MultiheadAttention; ")
+    assert "; kernel=scaled_dot_product_attention" in log[0]
 
 
 def test_parts_with_mechanisms_of_their_own():
@@ -176,7 +177,7 @@ def test_a_partial_replacement_needs_leave():
         MODELS.build(copy.deepcopy(config))
     config.allow_partial = True
     model = MODELS.build(config)
-    assert model.attention_report.left_alone == ("backbone.attn",)
+    assert [*model.attention_report.left_alone] == ["backbone.attn"]
     assert len(attentions(model)) == 2
 
 

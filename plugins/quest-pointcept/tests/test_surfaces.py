@@ -402,7 +402,7 @@ def test_an_attention_that_is_not_replaced_needs_allow_partial():
     adapter.patches.around(Encoder, "__init__", functools.partial(build, adapter))
     with pytest.raises(quest_core.InjectionError, match="'mixer' .OtherAttention.*allow_partial=True"):
         Encoder(attention="quest")
-    assert Encoder(attention="quest", allow_partial=True).attention_report.left_alone == ("mixer",)
+    assert [*Encoder(attention="quest", allow_partial=True).attention_report.left_alone] == ["mixer"]
 
 
 # --- Pointcept's Config ----------------------------------------------------------------------------------------------

@@ -240,12 +240,16 @@ def test_a_part_of_a_model_at_hand_can_be_replaced_apart():
     model, other = hf.CLIPModel(config), hf.CLIPModel(config)
     model.set_attn_implementation({"vision_config": {"": "quest"}, "text_config": "eager"})
     assert model.config.text_config._attn_implementation == "eager"
+    said = str(model.attention_report)
+    assert "; kernel=sdpa; not replaced (its own config asks for nothing): text_model" in said
     model.set_attn_implementation({"text_config": "sigmoid"})
     assert [model.config.vision_config.attention, model.config.text_config.attention] == ["quest", "sigmoid"]
     assert not any(mechanisms(other))
     assert config.vision_config.attention is None
     model.set_attn_implementation({"vision_config": "eager"})  # the host's function, called with unit keys
     assert (model.config.vision_config.attention, model.config.vision_config._attn_implementation) == ("quest", "eager")
+    kernels = {row.path.partition("_")[0]: row.kernel for row in model.attention_report.replacements}
+    assert kernels == {"text": "written out", "vision": "eager"}
     with pytest.raises(UnsupportedError, match="'sigmoid'.* takes the place"):
         model.set_attn_implementation({"text_config": "sdpa"})
     with pytest.raises(InjectionError, match="no module of this part of CLIPModel"):

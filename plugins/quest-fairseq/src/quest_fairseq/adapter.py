@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import nn
@@ -38,7 +37,7 @@ class FairseqAdapter(Adapter):
     def __init__(self, parts: Iterable[str] = PARTS, done: Iterable[nn.Module] = ()) -> None:
         self.parts, self.done = frozenset(parts), frozenset(done)
         if self.parts != {*PARTS} or self.done:
-            self.leaves_alone = frozenset({"MultiheadAttention", "Attention"})  # type: ignore[misc]
+            self.leaves_alone = dict.fromkeys(("MultiheadAttention", "Attention"), "")  # type: ignore[misc]
 
     def replacement(self, module: nn.Module) -> type[HostAttention] | None:
         """Return the class that replaces a module. That of transformers' TransfoXL moved between modules."""
@@ -83,7 +82,8 @@ def put(asked: Asked, model: nn.Module, *, fresh: bool = True, part: bool = Fals
     for name in PARTS:
         if name in found or not found:
             groups.setdefault(asked.of[name], []).append(name)
-    reports = _reports_of_parts(model) if done else []
+    loaded = model.named_modules() if done else ()
+    reports = [(path, vars(module)[REPORT]) for path, module in loaded if path and REPORT in vars(module)]
     for config, parts in groups.items():
         adapter = FairseqAdapter(parts if len(groups) > 1 else PARTS, done)
         if done and not [*adapter.sites(model)]:
@@ -91,9 +91,9 @@ def put(asked: Asked, model: nn.Module, *, fresh: bool = True, part: bool = Fals
         if not fresh and not held:
             compare(None, config, asked.trained, " and ".join(parts), model)
         options: dict[str, Any] = {"attention_from": asked.trained, "allow_partial": asked.allow_partial}
-        reports.append(inject(model, config, adapter=adapter, fresh=fresh, **options)[1])
+        reports.append(("", inject(model, config, adapter=adapter, fresh=fresh, **options)[1]))
     kinds = "; ".join(f"{' and '.join(parts)}: {config}" for config, parts in groups.items())
-    vars(model)[REPORT] = _joined(kinds if len(groups) > 1 else str(next(iter(groups))), reports)
+    vars(model)[REPORT] = Report.joined(kinds if len(groups) > 1 else str(next(iter(groups))), reports)
     if not part:
         vars(model)[REPORT].announce()
 
@@ -113,20 +113,3 @@ def _fits(site: Site, asked: Asked) -> bool:
     """Return whether a site has the attention that is asked for; raises CheckpointError as a checkpoint of it would."""
     mechanism: Any = site.module.mechanism
     return compare(mechanism.attention_is_not_standard, asked.of[_part(site)], asked.trained, site.path, site)
-
-
-def _reports_of_parts(model: nn.Module) -> list[Report]:
-    """Return the reports of the loaded parts of a model, with its paths."""
-    found = {path: vars(part)[REPORT] for path, part in model.named_modules() if path and REPORT in vars(part)}
-    return [
-        replace(report, replacements=tuple(replace(row, path=f"{path}.{row.path}") for row in report.replacements))
-        for path, report in found.items()
-    ]
-
-
-def _joined(attention: str, reports: list[Report]) -> Report:
-    """Return one report of several on the same model; a path that one of them replaced is not left."""
-    rows = tuple(row for report in reports for row in report.replacements)
-    known = {row.path for row in rows}
-    left = dict.fromkeys(path for report in reports for path in report.left_alone if path not in known)
-    return Report(attention, rows, tuple(left), any(report.started for report in reports))

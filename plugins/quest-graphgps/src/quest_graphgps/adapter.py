@@ -69,6 +69,12 @@ class GraphGPSAdapter(TorchAdapter):
                 place = f"{path}.{name}" if path else str(name)
                 yield Site(place, module, module.num_heads, module.head_dim, asked)
 
+    def kernel(self, site: Site, made: nn.Module) -> str:
+        if isinstance(made, EdgeAttention):
+            return "softmax over edges"
+        packs = isinstance(made, GraphAttention) and not site.capabilities.weights
+        return super().kernel(site, made) + f", packing={GraphAttention.packing}" * packs
+
     def change_host(self) -> None:
         """Make GPSConv, GraphGym and GraphGPS accept `attention`, each as soon as it is imported."""
         accept = functools.partial(_accept_attention, self)

@@ -32,5 +32,5 @@ class MmdetAdapter(MmengineAdapter):
 
     name: ClassVar[str] = "mmdet"
     package, types, models = "quest_mmdet", TYPES, MODELS
-    leaves_alone: ClassVar[frozenset[str]] = frozenset({"MultiScaleDeformableAttention"})
+    leaves_alone: ClassVar = {"MultiScaleDeformableAttention": "deformable attention, no q·k"}
     replacements = REPLACEMENTS

@@ -30,6 +30,7 @@ class ConditionalAttention(HostAttention, HostConditionalAttention):  # type: ig
     """For the attention of Conditional DETR and DAB-DETR, which projects contents and positions apart."""
 
     projections = Separate(v="v_proj")
+    drops_weights = True
 
     @classmethod
     def asks(cls, host: Any, path: str, model: Any) -> Capabilities:
@@ -77,5 +78,5 @@ class ConditionalAttention(HostAttention, HostConditionalAttention):  # type: ig
         real = None
         if key_padding_mask is not None:
             real = self.mechanism.padding_mask(~key_padding_mask.bool(), same_tokens=not self.cross_attn)
-        out = self.attend(*self.split(query, key, value), one_mask(attn_mask, real), seeded=True)
+        out = self.attend(*self.split(query, key, value), one_mask(attn_mask, real))
         return self.out_proj(out), None

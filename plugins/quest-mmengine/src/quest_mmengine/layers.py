@@ -114,6 +114,7 @@ class PackedAttention(HostAttention):
     """Base for Swin, BEiT and MAE: one `qkv` projection and a learned bias by relative position."""
 
     projections: ClassVar[Projections] = Packed("qkv")
+    drops_weights = True
 
     @classmethod
     def sizes(cls, host: Any) -> dict[str, Any]:
@@ -129,7 +130,7 @@ class PackedAttention(HostAttention):
 
     def _attend(self, packed: Tensor, mask: Tensor) -> Tensor:
         """Queries, keys and values [B, N, (H + 2·G)·D], additive mask [1 or B, H, N, N] -> [B, N, E]."""
-        out = self.attend(*self.split_packed(packed), mask, seeded=True)
+        out = self.attend(*self.split_packed(packed), mask)
         return self.proj_drop(self.proj(out))  # type: ignore[no-any-return]
 
     def _position_bias(self, tokens: int) -> Tensor:

@@ -78,7 +78,7 @@ class MmsegAdapter(MmengineAdapter):
 
     name: ClassVar[str] = "mmseg"
     package, types, models = "quest_mmseg", TYPES, MODELS
-    leaves_alone: ClassVar[frozenset[str]] = frozenset({"MultiScaleDeformableAttention"})
+    leaves_alone: ClassVar = {"MultiScaleDeformableAttention": "deformable attention, no q·k"}
     replacements = REPLACEMENTS
 
     def apply(self, request: Request, model: Any) -> None:

@@ -38,6 +38,9 @@ class PointceptAdapter(Adapter):
         stage = re.sub(r"\d+(?=\D*$)", "*", path)  # enc.enc0.block1.attn -> enc.enc0.block*.attn
         return replace(super().site(path, module, kind, model), stack=stage)
 
+    def kernel(self, site: Site, made: Any) -> str:
+        return made.kernel  # type: ignore[no-any-return]
+
     def change_host(self) -> None:
         """Let the models of Pointcept and torch-pointcloud accept `attention=`."""
         hosts.install(self)

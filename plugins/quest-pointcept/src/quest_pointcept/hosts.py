@@ -15,7 +15,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -149,17 +149,13 @@ class Asked:
         return found
 
     def apply(self, model: nn.Module, adapter: Adapter, stages: int) -> None:
-        """Inject into a fresh model, and report what was replaced and what computes it."""
-        rows, reports = [], []
+        """Inject into a fresh model, and report it."""
+        reports = []
         for root, request in self.roots(model, adapter, stages).items():
             _, report = inject(model.get_submodule(root), adapter=adapter, fresh=True, **vars(request))
-            reports.append(report)
-            rows += [replace(row, path=f"{root}.{row.path}".strip(".")) for row in report.replacements]
-        kernels = [f"kernel={model.get_submodule(row.path).kernel}; " for row in rows]
-        rows = [replace(row, note=(x + row.note).removesuffix("; ")) for row, x in zip(rows, kernels, strict=True)]
+            reports.append((root, report))
         said = "; ".join(f"{name}: {one.attention}".removeprefix(": ") for name, one in self.parts.items())
-        left = tuple(path for report in reports for path in report.left_alone)
-        whole = Report(said, tuple(rows), left, any(report.started for report in reports))
+        whole = Report.joined(said, reports)
         compare_before_loading(model)
         vars(model).update({REPORT: whole, BATCHES: self.batches})
         whole.announce()

@@ -44,6 +44,7 @@ class SerializedAttention(HostAttention):
 
     projections = Packed("qkv")
     capabilities = Capabilities(narrows_keys=True)
+    drops_weights = True
 
     @classmethod
     def sizes(cls, host: Any) -> dict[str, Any]:
@@ -159,7 +160,7 @@ class SerializedAttention(HostAttention):
                 mask = bias
                 if patches.real is not None:
                     mask = self.mechanism.padding_mask(patches.real, same_tokens=True)
-                out = self.attend(q, k, v, mask, dropout_p=dropout_p, seeded=True).flatten(0, 1)  # [S, H·D]
+                out = self.attend(q, k, v, mask, dropout_p=dropout_p).flatten(0, 1)  # [S, H·D]
         attended: Tensor = self.proj(out.reshape(len(qkv), -1).to(qkv.dtype)[give])
         return nn.functional.dropout(attended, rate(self.proj_drop), self.training)
 

@@ -46,18 +46,12 @@ class TimmAdapter(Adapter):
     """Adapter for timm's own attention classes."""
 
     name: ClassVar[str] = "timm"
-    leaves_alone: ClassVar[frozenset[str]] = frozenset(
-        {
-            "ChannelAttn",
-            "CoordAttn",
-            "EfficientLocalAttn",
-            "LightChannelAttn",
-            "LightSpatialAttn",
-            "SimpleCoordAttn",
-            "SpatialAttn",
-            "SplitAttn",
-            "StripAttn",
-        }
+    leaves_alone: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        (
+            *("ChannelAttn", "CoordAttn", "EfficientLocalAttn", "LightChannelAttn", "LightSpatialAttn"),
+            *("SimpleCoordAttn", "SpatialAttn", "SplitAttn", "StripAttn"),
+        ),
+        "it gates channels or places, without q·k",
     )
 
     @property

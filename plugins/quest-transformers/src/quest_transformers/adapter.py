@@ -17,7 +17,7 @@ from quest_core.projections import Projected
 
 from . import configs, surfaces
 from .anatomy import Anatomy, examine, is_attention, regroups, turns, unscalable
-from .layers import View, prepares, replace, unknown_keywords
+from .layers import NAMES, View, prepares, replace, unknown_keywords
 
 _OWN = {
     "attn_logit_softcapping": "caps its logits, which is a part of its own softmax",
@@ -87,6 +87,11 @@ class TransformersAdapter(Adapter):
         if anatomy.kv_heads % wanted:
             return f"its {anatomy.kv_heads} key/value heads cannot be reduced to {wanted}"
         return None
+
+    def kernel(self, site: Site, made: Any) -> str:
+        """Return the name of transformers' function, unless the mechanism takes its place."""
+        name: str = made.config._attn_implementation
+        return name if made.rules.prepares and name not in NAMES else super().kernel(site, made)
 
     def projected(self, module: nn.Module) -> list[Projected]:
         """Return a view of the module's parameters, because a replacement keeps its host's class."""

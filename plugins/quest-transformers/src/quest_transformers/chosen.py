@@ -28,7 +28,7 @@ class Chosen(Adapter):
 
     Args:
         chosen: the attention of each path; other sites are left out.
-        left_alone: classes of attention modules that keep the host's own on purpose.
+        leaves_alone: see :class:`quest_core.Adapter`.
         scales: whether the modules that it replaces have just been initialized, so that their options set the norms of
             queries and keys. Others keep the weights that they have, or will be given by a checkpoint.
     """
@@ -40,12 +40,12 @@ class Chosen(Adapter):
         self,
         adapter: Adapter,
         chosen: Mapping[str, AttentionConfig],
-        left_alone: Iterable[str] = (),
+        leaves_alone: Mapping[str, str],
         *,
         scales: bool = False,
     ) -> None:
         self.adapter, self.chosen, self.scales = adapter, chosen, scales
-        self.leaves_alone = frozenset(left_alone)  # type: ignore[misc]
+        self.leaves_alone = leaves_alone  # type: ignore[misc]
         self.new: list[nn.Module] = []  # replacements of a host's own modules
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
@@ -56,6 +56,9 @@ class Chosen(Adapter):
         if self.scales and made is not site.module:
             self.new.append(made)
         return made
+
+    def kernel(self, site: Site, made: nn.Module) -> str:
+        return self.adapter.kernel(site, made)
 
     def projected(self, module: nn.Module) -> list[Projected]:
         views = self.adapter.projected(module)
@@ -131,10 +134,11 @@ def fulfil(
     if chosen or asked is not None:
         # Unless the whole model asks for another, modules whose own config asks for nothing keep the host's attention,
         # and those that a part of it has replaced, through another adapter, keep theirs.
-        apart: set[str] = set()
+        apart: dict[str, str] = {}
         if asked is None:
-            apart = {_kind(part) for path in kept for part in _along(model, path)}
-            apart |= {_kind(part) for part in model.modules() if hasattr(part, "mechanism") and not is_attention(part)}
+            apart = {_kind(part): "its own config asks for nothing" for path in kept for part in _along(model, path)}
+            done = (part for part in model.modules() if hasattr(part, "mechanism") and not is_attention(part))
+            apart |= {_kind(part): "it was replaced before" for part in done}
         configs = sorted({*chosen.values()} or ({asked.decoder} if asked is not None else set()), key=str)
         if len(configs) > 1 and len(known) > len(chosen) + len(kept):
             raise UnsupportedError(

@@ -11,7 +11,7 @@ import functools
 import sys
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -202,9 +202,14 @@ def _inject_instead(
         raise _kept(model.config, given)
     if choice is not None or parts:
         fulfil(adapter, model, fresh=False, choice=choice, parts=parts, allow_partial=allow_partial)
-        getattr(model, REPORT).announce()
     if choice is None and given != {}:
         stock(model, given, *arguments, **options)
+    if report := vars(model).get(REPORT):
+        ours = (site for site in adapter.sites(model) if hasattr(site.module, "mechanism"))
+        kernels = {site.path: adapter.kernel(site, site.module) for site in ours}
+        rows = (replace(row, kernel=kernels.get(row.path, row.kernel)) for row in report.replacements)
+        vars(model)[REPORT] = replace(report, replacements=tuple(rows))
+        vars(model)[REPORT].announce()
 
 
 def _chosen_parts(model: Any, given: Mapping[str, Any]) -> tuple[dict[str, Choice], dict[str, Any]]:

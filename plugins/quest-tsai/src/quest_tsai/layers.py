@@ -42,6 +42,7 @@ class Replacement(HostAttention):
 
     reads_weights: bool
     scaled: bool
+    drops_weights = True
 
     @classmethod
     def sizes(cls, host: Any) -> dict[str, Any]:
