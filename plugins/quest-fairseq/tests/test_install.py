@@ -72,6 +72,11 @@ WRONG = {
     "quest_transformer --attention elliptical-quest --encoder-layerdrop 0.2": "encoder_layerdrop",
     "quest_transformer --attention-encoder qwest": "did you mean 'quest'",
     "quest_transformer --attention-cross qwest": "did you mean 'quest'",
+    "quest_transformer_lm --attention-cross quest": "--attention-cross .*has decoder attention; leave",
+    "quest_transformer_lm --attention-encoder quest": "--attention-encoder",
+    "quest_transformer --attention-decoder sinkhorn": "the decoder attention of quest_transformer: .*be causal",
+    "quest_transformer --attention-cross linear --attention-dropout 0.1": "the cross attention .*dropout",
+    "quest_transformer_lm --decoder-attention-heads 4 --attention gqa(kv_heads=3)": "kv_heads",
     "quest_roberta --attention qwest": "did you mean 'quest'",
     "quest_bart_base --attention qwest": "did you mean 'quest'",
     "quest_wav2vec2 --attention elliptical --encoder-layerdrop 0.1": "encoder_layerdrop",
@@ -87,7 +92,7 @@ WRONG = {
 @pytest.mark.parametrize("given", WRONG)
 def test_a_wrong_command_line_is_one_error_before_anything_is_made(given, tools, tmp_path):
     said, arguments = WRONG[given], ["--task", "language_modeling", "--save-dir", tmp_path / "out", "--arch"]
-    with pytest.raises(SystemExit if said is None else quest_core.ConfigError, match=said):
+    with pytest.raises(SystemExit if said is None else quest_core.QuestError, match=said):
         tools("train", "no-data", "--user-dir", USER_DIR, *arguments, *given.split())
     assert not (tmp_path / "out").exists()
 
@@ -95,12 +100,9 @@ def test_a_wrong_command_line_is_one_error_before_anything_is_made(given, tools,
 @pytest.mark.parametrize(
     ("arch", "arguments", "why"),
     [
-        ("quest_transformer_lm", ["--attention-cross", "quest"], "--attention-cross .*has decoder attention; leave"),
-        ("quest_transformer_lm", ["--attention-encoder", "quest"], "--attention-encoder"),
+        ("quest_lightconv", ["--attention-encoder", "quest"], "--attention-encoder .*has cross attention; leave"),
         ("quest_lstm", [], "has no attention"),
         ("quest_transformer", ["--attention-cross", "aft-full"], "'aft-full' counts the positions of queries"),
-        ("quest_transformer", ["--attention-decoder", "sinkhorn"], "cannot be causal"),
-        ("quest_transformer_lm", ["--attention", "quest+gqa(kv_heads=3)"], "kv_heads"),
     ],
 )
 def test_what_the_model_cannot_have_is_one_error(arch, arguments, why):

@@ -12,13 +12,12 @@ from torch import nn
 from quest_core.checkpoints import compare
 from quest_core.config import AttentionConfig
 from quest_core.drafts import host_class
-from quest_core.errors import ConfigError
 from quest_core.hosts.adapter import Adapter, HostAttention, Site
 from quest_core.hosts.inject import REPORT, Report, inject
 
 from . import models, patches
 from .attention import Attention
-from .config import PARTS, Asked
+from .config import PARTS, Asked, refuse_missing
 from .transformer_xl import RelativeAttention
 
 
@@ -74,7 +73,7 @@ def put(asked: Asked, model: nn.Module, *, fresh: bool = True, part: bool = Fals
         return
     found = {_part(site) for site in sites}
     if not part:
-        _refuse_missing(asked, found, type(model).__name__)
+        refuse_missing(asked, found, type(model).__name__)
     held = {site.module: _fits(site, asked) for site in sites if hasattr(site.module, "mechanism")}
     done = [module for module, fits in held.items() if fits]
     fresh = fresh or (bool(held) and len(done) == len(held))  # what was loaded is done
@@ -96,17 +95,6 @@ def put(asked: Asked, model: nn.Module, *, fresh: bool = True, part: bool = Fals
     vars(model)[REPORT] = Report.joined(kinds if len(groups) > 1 else str(next(iter(groups))), reports)
     if not part:
         vars(model)[REPORT].announce()
-
-
-def _refuse_missing(asked: Asked, found: set[str], kind: str) -> None:
-    """Raise ConfigError if an option names a part that a model of the class `kind` does not have."""
-    for name in asked.named:
-        if name not in found:
-            has = " and ".join(sorted(found)) or "no"
-            raise ConfigError(
-                f"--attention-{name} (yaml: attention_{name}) is given, and {kind} has {has} attention; leave the "
-                "option out"
-            )
 
 
 def _fits(site: Site, asked: Asked) -> bool:

@@ -5,15 +5,18 @@ objects.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fairseq import models
 from fairseq.dataclass import FairseqDataclass
 from omegaconf import DictConfig, OmegaConf
 
 from quest_core.config import AttentionConfig
-from quest_core.errors import ConfigError
+from quest_core.errors import ConfigError, UnsupportedError
+from quest_core.hosts.adapter import Capabilities, refusal
+from quest_core.mechanism import count_kv_heads
 
 PARTS = ("encoder", "decoder", "cross")
 """Self-attention of an encoder, self-attention of a decoder, and a decoder's attention over the encoder's tokens."""
@@ -65,7 +68,9 @@ def read(options: Any) -> Asked:
     aft-full and aft-local learn as many positions as the model has, unless `max_length` is given.
 
     Raises:
-        ConfigError: unknown mechanism or option, or one that compares layers where LayerDrop leaves some out.
+        ConfigError: unknown mechanism or option, one that compares layers where LayerDrop leaves some out, key/value
+            heads that do not fit, or an option of a part that the model does not have.
+        UnsupportedError: a part of the model cannot have it.
     """
     names = ("max_source_positions", "max_target_positions", "max_positions")
     lengths = [x for x in (getattr(options, name, None) for name in names) if isinstance(x, int)]
@@ -91,7 +96,38 @@ def read(options: Any) -> Asked:
                 )
     trained = getattr(options, "attention_from", None)
     partial = bool(getattr(options, "allow_partial", False))
-    return Asked(of, named, None if trained is None else sized(trained), partial)
+    asked = Asked(of, named, None if trained is None else sized(trained), partial)
+    _refuse(asked, options)
+    return asked
+
+
+def _refuse(asked: Asked, options: Any) -> None:
+    """Raise what the options of a model show that its parts cannot have, before a task reads its data."""
+    name: Any = getattr(options, "_name", None) or getattr(options, "arch", None)
+    kind: Any = models.ARCH_MODEL_REGISTRY.get(name) or models.MODEL_REGISTRY.get(name) or object
+    single = {models.FairseqLanguageModel: "decoder", models.FairseqEncoderModel: "encoder"}
+    found = {part for base, part in single.items() if issubclass(kind, base)} or {*PARTS}
+    refuse_missing(asked, found, name)
+    for part in sorted(found):
+        heads = getattr(options, f"{'encoder' if part == 'encoder' else 'decoder'}_attention_heads", 0)
+        dropout = (getattr(options, "attention_dropout", 0) or 0) > 0
+        needs = Capabilities(causal=part != "encoder", cached=part == "decoder", cross=part == "cross", dropout=dropout)
+        if not heads:
+            continue
+        if why := refusal(asked.of[part], needs):
+            raise UnsupportedError(f"attention '{asked.of[part]}' cannot be the {part} attention of {name}: {why}")
+        count_kv_heads(asked.of[part], heads)
+
+
+def refuse_missing(asked: Asked, found: Collection[str], kind: str) -> None:
+    """Raise ConfigError if an option names a part that a model of the class `kind` does not have."""
+    for name in asked.named:
+        if name not in found:
+            has = " and ".join(sorted(found)) or "no"
+            raise ConfigError(
+                f"--attention-{name} (yaml: attention_{name}) is given, and {kind} has {has} attention; leave the "
+                "option out"
+            )
 
 
 def share(total: int, processes: int, update_freq: Sequence[int]) -> int:
