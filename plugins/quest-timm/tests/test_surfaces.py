@@ -1,5 +1,6 @@
 """create_model, features, pretrained weights, and what is refused."""
 
+import contextlib
 import inspect
 import warnings
 
@@ -9,6 +10,8 @@ import torch
 from timm import optim
 from timm.models import create_feature_extractor, get_graph_node_names
 from timm.utils import ParseKwargs
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import quest_core
 import quest_timm
@@ -43,6 +46,21 @@ def test_options_reach_train_py_from_the_command_line():
     for text in ("quest", "quest+gqa(kv_heads=2)", "quest+sigmoid"):
         given = parser.parse_args(["--model-kwargs", f"attention={text}"]).model_kwargs
         assert vit(**given).attention_report.attention == text
+
+
+@pytest.mark.parametrize("attention", ["standard", "quest"])
+@pytest.mark.parametrize(
+    ("name", "kernel"), [("vit_tiny_patch16_224", None), ("swin_tiny_patch4_window7_224", SDPBackend.MATH)]
+)
+def test_pytorchs_flop_counter_counts_as_stock(name, kernel, attention):
+    """On a CPU it counts no fused attention, and stock Swin writes its own out."""
+    counts = []
+    for options in ({}, {"attention": attention}):
+        model = timm.create_model(name, img_size=64, **options).eval()
+        with sdpa_kernel(kernel) if kernel else contextlib.nullcontext(), FlopCounterMode(display=False) as counter:
+            model(torch.randn(1, 3, 64, 64))
+        counts.append(counter.get_total_flops())
+    assert counts[1] == pytest.approx(counts[0], rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "maxvit_rmlp_pico_rw_256"])
