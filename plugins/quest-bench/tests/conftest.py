@@ -137,7 +137,12 @@ def fake(tmp_path, installed, monkeypatch):
 def describe(fake):
     """A function that adds to what `fake/suite` says of itself."""
     suites = fake.parent / "site" / "fakebench" / "suites.py"
-    return lambda more: suites.write_text(suites.read_text().replace('"unit": "%",', f'"unit": "%", {more},'))
+
+    def add(more):
+        suites.write_text(suites.read_text().replace('"unit": "%",', f'"unit": "%", {more},'))
+        sys.modules.pop("fakebench.suites", None)
+
+    return add
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """What the command line says: lists, help and errors."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,5 +62,6 @@ def test_ls_shows_suites_and_broken_plugins(fake, capfd, monkeypatch):
     assert app_main(["ls", "fake/siute"]) == 2
     assert "did you mean 'fake/suite'" in capfd.readouterr().err
     (fake.parent / "site" / "fakebench" / "suites.py").write_text("1 / 0")
+    monkeypatch.delitem(sys.modules, "fakebench.suites")
     assert app_main(["ls"]) == 0
     assert "plugin 'fake' is broken" in capfd.readouterr().out

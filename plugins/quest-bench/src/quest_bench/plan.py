@@ -36,7 +36,6 @@ class Record:
     status: str = "ok"  # or "not installed", "unsupported" (host cannot be used), "broken" (suites cannot be read)
     detail: str = ""  # the cause, unless ok
     fix: str = ""  # the command that fixes it, unless ok
-    host: str = ""  # the installed distribution of its host, with its version
     suites: Mapping[str, Any] = field(default_factory=dict)  # suite -> its declaration
 
 

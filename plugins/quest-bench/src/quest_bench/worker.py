@@ -119,8 +119,7 @@ def describe() -> list[dict[str, Any]]:
 
     found: dict[str, dict[str, Any]] = {}
     for plugin in plugins():
-        about = {"name": plugin.name, "distribution": plugin.distribution, "version": plugin.version}
-        found[plugin.name] = about | {"host": plugin.host()}
+        found[plugin.name] = {"name": plugin.name, "distribution": plugin.distribution, "version": plugin.version}
         if problem := plugin.problem():
             found[plugin.name] |= {"status": "unsupported", "detail": problem, "fix": plugin.fix}
     for point in importlib.metadata.entry_points(group="quest.suites"):
