@@ -13,7 +13,6 @@ from mmseg.datasets import ADE20KDataset
 from mmseg.registry import DATASETS, TRANSFORMS
 
 from devtools.cells import HostSuites
-from quest_core.errors import ConfigError
 from quest_suites.contract import Cell
 from quest_suites.mmseg import scenes, tasks
 from quest_suites.mmseg.corruptions import CORRUPTIONS, Corrupt, corrupted, severities
@@ -193,15 +192,6 @@ def test_colours_are_those_of_the_image():
 def test_the_protocol():
     assert len(CORRUPTIONS) == 16
     assert sum(len(severities(name)) for name in CORRUPTIONS) == 4 * 3 + 12 * 5
-    for name, severity, message in (
-        ("zoom_blur", 1, "corruption is 'zoom_blur'"),
-        ("fog", 6, "it is 1 to 5"),
-        ("gaussian_noise", 4, "it is 1 to 3"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            Corrupt(name, severity)
-    with pytest.raises(ConfigError, match="right after LoadImageFromFile"):
-        Corrupt("fog", 1).transform({"img": IMAGE.astype(np.float32), "img_path": "x"})
 
 
 def test_a_corruption_follows_the_loading_of_the_image():
@@ -209,8 +199,6 @@ def test_a_corruption_follows_the_loading_of_the_image():
     made = corrupted(pipeline, "fog", 3)
     assert [step["type"] for step in made] == ["LoadImageFromFile", "Corrupt", "Resize"]
     assert len(pipeline) == 2
-    with pytest.raises(ConfigError, match="no LoadImageFromFile"):
-        corrupted(pipeline[1:], "fog", 3)
 
 
 class TestSuites(HostSuites):
