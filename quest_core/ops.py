@@ -15,6 +15,7 @@ from .compat import autocast_dtype, is_eager, is_exporting_graph, is_tracing, ma
 
 PLAIN_WEIGHTS = 2**23  # with this many weights per call or more, B·H·N·M, they come in blocks: 32 MiB of float32
 BLOCK_WEIGHTS = 2**20  # weights per block, unless that would be fewer than `BLOCK_ROWS` queries
+SMALL = 2**12  # entries up to which an operation's call takes longer than its work
 BLOCK_ROWS = 64  # least number of queries per block, below which matrix products are thin
 
 
@@ -76,10 +77,14 @@ def _slope(grad: Tensor, out: Tensor, inverse: Tensor) -> Tensor:
         along = (out * scaled).sum(-1, keepdim=True)  # [..., 1]
         return torch.addcmul(scaled, out, along, value=-1, out=torch.empty_like(out))
     wide = out if out.dtype == inverse.dtype else out.to(inverse.dtype)
+    plain = wide.is_cpu and type(wide) is type(grad) is Tensor and not torch.is_grad_enabled() and is_eager()
+    if plain and wide.numel() > SMALL:
+        # The derivative of weight normalization, with v = x̄ and g = 1 / ‖x‖: one pass over the memory instead of five.
+        rows = [x.reshape(-1, x.shape[-1]).contiguous() for x in (grad.to(wide.dtype), wide, inverse)]
+        slope: Tensor = torch.ops.aten._weight_norm_interface_backward.default(*rows, torch.ones_like(rows[2]), 0)[0]
+        return slope.view(out.shape)
     along = inverse * (wide * grad).sum(-1, keepdim=True)
-    scaled = inverse * grad  # in the memory that the product has just left: new pages take longer than the sum
-    subtract = scaled.addcmul if torch.is_grad_enabled() else scaled.addcmul_
-    return subtract(wide, along, value=-1)
+    return (inverse * grad).addcmul(wide, along, value=-1)
 
 
 _unit: Callable[[Tensor], tuple[Tensor, Tensor]] = _Unit.apply

@@ -5,8 +5,15 @@ import torch
 from allocations import allocated
 from torch.overrides import TorchFunctionMode
 
+from quest_core import ops
 from quest_core.mechanisms import naive as reference
 from quest_core.ops import unit
+
+@pytest.fixture(autouse=True, params=[0, ops.SMALL], ids=["one pass", "operations"])
+def derivative(request, monkeypatch):
+    """Take the derivative of tensors of a few entries in both ways."""
+    monkeypatch.setattr(ops, "SMALL", request.param)
+
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
