@@ -9,6 +9,7 @@ from quest_core import ops
 from quest_core.mechanisms import naive as reference
 from quest_core.ops import unit
 
+
 @pytest.fixture(autouse=True, params=[0, ops.SMALL], ids=["one pass", "operations"])
 def derivative(request, monkeypatch):
     """Take the derivative of tensors of a few entries in both ways."""
