@@ -282,7 +282,9 @@ class Finding:
             shown = "; ".join(
                 f"'{path}' ({type(self.modules[path]).__name__}): {why}" for path, why in [*judge.refused.items()][:8]
             )
-            raise UnsupportedError(f"attention that is written out is not understood: {shown}")
+            raise UnsupportedError(
+                f"attention that is written out is not understood: {shown}; say allow_partial=True to leave it as it is"
+            )
         ran = {frame.path for frame in search.frames}
         self.idle = [path for path in self.taken if within(path, search.calls) and path not in ran]
         self.calls |= search.calls

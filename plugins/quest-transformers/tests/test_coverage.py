@@ -14,6 +14,7 @@ import transformers as hf
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from quest_core.errors import UnsupportedError
 from quest_transformers.inputs import inputs
 
 spec = importlib.util.spec_from_file_location("docs_coverage", Path(__file__).parents[3] / "docs" / "coverage.py")
@@ -127,6 +128,17 @@ def test_models_that_people_try_first(model_type, tmp_path):
         return
     assert made["ways"] == FIRST[model_type]
     assert moved or not outputs(built(config))
+
+
+def test_grounding_dino_keeps_its_fusion_if_that_is_asked_for():
+    """It takes one softmax over texts and one over images of the same logits."""
+    needs("grounding-dino")
+    config, _ = next(coverage.configs("grounding-dino"))
+    with pytest.raises(UnsupportedError, match=r"two softmaxes share one product; say allow_partial=True"):
+        built(config, "quest")
+    report = hf.AutoModel.from_config(config, attn_implementation="quest", allow_partial=True).attention_report
+    assert len(report.replacements) == 22
+    assert {f"encoder.layers.{layer}.fusion_layer.attn" for layer in (0, 1)} <= {*report.left_alone}
 
 
 @pytest.mark.parametrize("model_type", ["lxmert", "neomme", pytest.param("perceiver", marks=pytest.mark.slow)])
