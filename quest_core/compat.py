@@ -29,6 +29,8 @@ from .errors import UnsupportedError
 VERSION = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
 
 ATTENTION = F.scaled_dot_product_attention  # as PyTorch defines it, before anything wraps it
+FUSED_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FUSED_ON_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 FLEX_ATTENTION = torch.ops.higher_order.flex_attention  # as a TorchFunctionMode sees it
 
 Made = TypeVar("Made")

@@ -14,12 +14,11 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from mmengine.analysis import complexity_analysis
-from mmengine.analysis.jit_handles import get_shape
 from mmengine.config import Config
 from mmengine.infer import BaseInferencer
 from mmengine.logging import MMLogger
@@ -29,14 +28,13 @@ from mmengine.runner import FlexibleRunner, Runner, checkpoint
 from torch import nn
 
 from quest_core.checkpoints import ENTRY, CheckpointGuard, unexpected_entry
+from quest_core.compat import FUSED_ON_CPU, FUSED_ON_CPU_BACKWARD
 from quest_core.config import AttentionConfig
 from quest_core.drafts import draft
 from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, HostAttention, Site, moves, sections
 from quest_core.hosts.inject import KEYS, REPORT, Request, open_texts, rehearse
 from quest_core.projections import init_norms
-
-FUSED = "aten::scaled_dot_product_attention"
 
 
 class MmengineAdapter(Adapter):
@@ -69,8 +67,8 @@ class MmengineAdapter(Adapter):
         """Have Runners (before they create a file) and inferencers check their config, and write notices to the log.
 
         mmengine's loader, which only logs keys that a model does not have, raises for those that name an attention, and
-        its FLOP counter counts the fused attention as it counts the two products of a host's own. `--cfg-options` can
-        add an option to an attention that a config file writes as a text.
+        the FLOP counters of mmengine, fvcore and PyTorch count the fused attention as the two products of a host's own.
+        `--cfg-options` can add an option to an attention that a config file writes as a text.
         A plugin that a type's name imports comes too late for the check: write `custom_imports`, or use `quest run`.
         `uninstall` leaves the types of the plugin's scope in mmengine's registry.
         """
@@ -107,9 +105,14 @@ class MmengineAdapter(Adapter):
         self.patches.around(BaseInferencer, "_init_model", inferring)
         self.patches.around(checkpoint, "load_state_dict", loaded)
         self.patches.around(Config, "merge_from_dict", merge)
-        counted = complexity_analysis._DEFAULT_SUPPORTED_FLOP_OPS
-        self.patches.once(FUSED, lambda: counted.update({FUSED: _count_fused}), lambda: counted.pop(FUSED, None))
+        for module, table, formulas in COUNTERS:
+            self.patches.when_imported(module, functools.partial(self._count, module, table, formulas))
         self.forward_notices(MMLogger.get_current_instance)
+
+    def _count(self, module: str, table: str, formulas: Mapping[Any, Any]) -> None:
+        """Add formulas to the table of an imported FLOP counter."""
+        counted = getattr(sys.modules[module], table)
+        self.patches.once(table, lambda: counted.update(formulas), lambda: [counted.pop(key) for key in formulas])
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield the sites of a model; in backbones with a reduction, each stage is a stack of its own."""
@@ -256,7 +259,24 @@ def _init_weights(model: Any) -> None:
                 own.data.copy_(value)
 
 
-def _count_fused(inputs: Any, outputs: Any) -> int:
-    """Return the multiplications of q·kᵀ and of the weights with v in a traced call of the fused attention."""
-    q, k, v = (get_shape(x) or [] for x in inputs[:3])
-    return math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])  # type: ignore[no-any-return]
+def _products(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> int:
+    """Return the multiplications of q·kᵀ and of the weights with v, from shapes."""
+    return math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+
+
+_TRACED: dict[Any, Any] = {
+    "aten::scaled_dot_product_attention": lambda inputs, outputs: _products(*(x.type().sizes() for x in inputs[:3]))
+}
+COUNTERS: tuple[tuple[str, str, dict[Any, Any]], ...] = (
+    ("mmengine.analysis.complexity_analysis", "_DEFAULT_SUPPORTED_FLOP_OPS", _TRACED),
+    ("fvcore.nn.flop_count", "_DEFAULT_SUPPORTED_OPS", _TRACED),
+    (
+        "torch.utils.flop_counter",  # it counts two operations for each multiplication, and the kernels of GPUs
+        "flop_registry",
+        {
+            FUSED_ON_CPU: lambda q, k, v, *_, **__: 2 * _products(q.shape, k.shape, v.shape),
+            FUSED_ON_CPU_BACKWARD: lambda _, q, k, v, *__, **___: 4 * _products(q.shape, k.shape, v.shape),
+        },
+    ),
+)
+"""FLOP counters that count no fused attention: module, table, and its further formulas."""
