@@ -3,7 +3,6 @@
 import logging
 import re
 import warnings
-from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ import quest_core
 from devtools.running import python
 from devtools.wrong import WRONG as COMMON
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
+from quest_graphgps import GraphGPSAdapter
 from quest_graphgps.attention import GraphAttention
 from quest_graphgps.graphgym import requested
 
@@ -92,10 +92,9 @@ def test_gps_conv_refuses_by_name(attn_type, attention, error, said):
         GPSConv(16, None, heads=4, attn_type=attn_type, attn_kwargs={"attention": attention})
 
 
-def test_kdgqa_needs_to_be_asked_for(monkeypatch):
-    monkeypatch.setattr(GraphAttention, "capabilities", replace(GraphAttention.capabilities, independent=False))
-    conv = GPSConv(16, None, heads=4, attn_kwargs={"attention": "kdgqa(kv_heads=2)"})
-    assert str(conv.attn.config) == "kdgqa(kv_heads=2)"
+def test_kdgqa_needs_to_be_asked_for():
+    model, _ = quest_core.inject(ConvModel(0.0), "kdgqa(kv_heads=2)", adapter=GraphGPSAdapter(independent=False))
+    assert str(model.convs[0].attn.config) == "kdgqa(kv_heads=2)"
 
 
 def test_plain_inject_finds_the_hosts_and_other_attention():

@@ -12,6 +12,7 @@ from torch import nn
 from torch_geometric.nn import GeneralConv, HGTConv
 from torch_geometric.nn.aggr.utils import MultiheadAttentionBlock
 
+from quest_core.config import AttentionConfig
 from quest_core.errors import UnsupportedError
 from quest_core.hosts.adapter import Adapter, HostAttention, Site
 from quest_core.hosts.inject import KEYS, Request, inject
@@ -35,6 +36,9 @@ class GraphGPSAdapter(TorchAdapter):
     """TransformerConv, and the global attention of GPSConv, GPSLayer, GraphormerLayer, set poolings and of subclasses.
 
     torch.nn.MultiheadAttention elsewhere in these hosts (encoders of positions) belongs to quest_core's own adapter.
+
+    Args:
+        independent: refuse attention by which the output of a graph depends on the others of its batch.
     """
 
     name: ClassVar[str] = "graphgps"
@@ -45,6 +49,13 @@ class GraphGPSAdapter(TorchAdapter):
     leaves_alone: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("GATConv", "GATv2Conv", "SuperGATConv", "FusedGATConv", "HANConv", "RGATConv"), "additive attention, no q·k"
     )
+
+    def __init__(self, *, independent: bool = True) -> None:
+        self.independent = independent
+
+    def refusal(self, site: Site, config: AttentionConfig) -> str | None:
+        asked = replace(site.capabilities, independent=self.independent)
+        return super().refusal(replace(site, capabilities=asked), config)
 
     def replacement(self, module: nn.Module) -> type[HostAttention] | None:
         return Adapter.replacement(self, module) or super().replacement(module)

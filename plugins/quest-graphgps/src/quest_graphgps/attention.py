@@ -26,7 +26,7 @@ class GraphAttention(TorchAttention):
     computation. `standard` promises the host's seeded training, so it packs only where nothing is dropped.
     """
 
-    capabilities = Capabilities(ordered=False, independent=True)
+    capabilities = Capabilities(ordered=False)
     packing: ClassVar[str] = "auto"
     """When to pack: "auto" where `ragged_plan` finds it cheaper, "always" or "never"."""
 

@@ -21,7 +21,7 @@ class EdgeAttention(HostAttention, TransformerConv):  # type: ignore[misc]
     """
 
     projections = Separate("lin_query", "lin_key", "lin_value")
-    capabilities: ClassVar[Capabilities] = Capabilities(ordered=False, cross=True, regroups=False, independent=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(ordered=False, cross=True, regroups=False)
 
     @classmethod
     def sizes(cls, host: Any) -> dict[str, Any]:
