@@ -112,7 +112,7 @@ class MmengineAdapter(Adapter):
     def _count(self, module: str, table: str, formulas: Mapping[Any, Any]) -> None:
         """Add formulas to the table of an imported FLOP counter."""
         counted = getattr(sys.modules[module], table)
-        self.patches.once(table, lambda: counted.update(formulas), lambda: [counted.pop(key) for key in formulas])
+        self.patches.once(table, lambda: counted.update(formulas), lambda: [counted.pop(key, None) for key in formulas])
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield the sites of a model; in backbones with a reduction, each stage is a stack of its own."""
