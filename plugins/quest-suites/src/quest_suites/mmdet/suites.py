@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quest_suites.declaring import number, whole
+from quest_suites.declaring import choice, number, timed, whole
 
 SUITES: dict[str, dict[str, Any]] = {
     "det/objects": {
@@ -12,14 +12,22 @@ SUITES: dict[str, dict[str, Any]] = {
         "tasks": ["objects"],
         "metric": "mAP",
         "selection": "last",
-        "also": [{"metric": "mAP50"}],
+        "also": [{"metric": "mAP50"}, {"metric": "largest logit", "unit": "", "higher_is_better": False}],
         "unit": "%",
         "options": [
             whole("iterations", 1000, "training iterations"),
             whole("batch_size", 16, "images an iteration"),
             number("lr", 0.001, "largest learning rate of AdamW"),
+            choice("precision", ("float32", "bfloat16"), "of autocast in training"),
             whole("train_images", 512, "images to train on"),
             whole("validation_images", 64, "images to test on"),
         ],
     },
+    "time/mmdet": timed(
+        "a training step of a small Deformable DETR against stock mmdetection, in turns",
+        ["deformable-detr"],
+        10,
+        whole("size", 256, "height and width of the images", 64),
+        whole("batch", 2, "images a step"),
+    ),
 }
