@@ -218,11 +218,11 @@ def listed(package: str) -> Any:
 def try_listed(package: str, name: str) -> dict[str, Any]:
     """Return what `inject` with an example does to a model of docs/coverage_models.py."""
     from quest_core import inject
-    from quest_core.hosts.sites import run_example, undisturbed
+    from quest_core.hosts.sites import restoring, run_example
 
     try:
         model, example = listed(package)[name]()
-        with undisturbed(model):
+        with restoring(model):
             run_example(model, example)
     except Exception as error:
         return {"outcome": "unbuilt", "reason": f"{type(error).__name__}: {' '.join(str(error).split())}"}

@@ -99,9 +99,9 @@ class AttentionConfig:
         """
         owner, _, name = key.rpartition(".")
         found = [c for c in self.components if owner in ("", c.name) for o in c.options if o.name == name]
-        return self._given(found[-1])[name] if found else None
+        return self._values(found[-1])[name] if found else None
 
-    def _given(self, component: type[Component]) -> dict[str, Any]:
+    def _values(self, component: type[Component]) -> dict[str, Any]:
         """Return the value of each option of a component: the one given or its default."""
         given = dict(self.options)
         own = {o.name: given.get(o.name, o.default) for o in component.options}
@@ -127,7 +127,7 @@ class AttentionConfig:
         except ConfigError:
             return False
         compared = [(c, o.name) for c in self.components for o in c.options if o.starts is None]
-        return self.parts == other.parts and all(self._given(c)[x] == other._given(c)[x] for c, x in compared)
+        return self.parts == other.parts and all(self._values(c)[x] == other._values(c)[x] for c, x in compared)
 
     @property
     def initial_norms(self) -> dict[str, float]:
@@ -143,7 +143,7 @@ class AttentionConfig:
 
     def build(self, component: type[C], dims: Dims | None) -> C:
         """Return a new `component` with the options of this configuration, defaults filled in."""
-        given = self._given(component)
+        given = self._values(component)
         return component(dims, **{o.name: given[o.name] for o in component.options if o.starts not in ("q", "k")})
 
     def to_dict(self) -> dict[str, Any]:

@@ -217,10 +217,10 @@ class Failing(TorchAdapter):
             assert not any(isinstance(module, MultiheadAttention) for module in model.modules())
             raise RuntimeError("failed")
 
-    def projected(self, module):
+    def projections(self, module):
         if self.at == "projected":
             raise RuntimeError("failed")
-        return super().projected(module)
+        return super().projections(module)
 
 
 @pytest.mark.parametrize("at", ["replace", "connect", "projected"])

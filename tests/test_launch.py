@@ -175,7 +175,7 @@ def test_mistakes_are_named_before_anything_starts(arguments, said, monkeypatch,
 
 def test_a_plugin_without_its_host_is_left_out_with_a_line(monkeypatch, capsys):
     monkeypatch.setattr(launch, "plugins", lambda: [TOY, LOST])
-    assert launch.wanted(None) == [TOY]
+    assert launch.choose_plugins(None) == [TOY]
     said = "quest run: plugin quest-lost 1.0 is left out: no_such_host is not installed; fix: pip install"
     assert capsys.readouterr().err.startswith(said)
     monkeypatch.setattr(launch, "plugins", lambda: [LOST])

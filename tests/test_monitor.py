@@ -450,6 +450,6 @@ def test_memory_is_bounded(attention, causal, monkeypatch):
     monitor = Monitor(m)
     with Largest() as largest:
         layer = monitor._layers["mechanism"]
-        layer._count(Call(q, k, None, causal, (1, H, 256, 256), layer._formed(q, k, 1.0)))
+        layer._count(Call(q, k, None, causal, (1, H, 256, 256), layer._logit_form(q, k, 1.0)))
     assert largest.elements <= 4096
     assert len(monitor.collect()["mechanism"]["entropy"]) == H

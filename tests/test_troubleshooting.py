@@ -56,7 +56,7 @@ def warned():
 def no_plugin():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "plugins", list)
-        launch.wanted(None)
+        launch.choose_plugins(None)
 
 
 def heads(*dims):

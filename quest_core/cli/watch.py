@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..errors import PluginError, QuestError
-from ..hosts.launch import start, wanted
+from ..hosts.launch import choose_plugins, start
 from .run import split
 
 WATCH = """\
@@ -48,7 +48,7 @@ def watch(argv: Sequence[str]) -> int:
     parser = _parser("watch", "[--every N]", WATCH, WATCH_EXAMPLES)
     parser.add_argument("--every", metavar="N", type=int, default=100, help="measure every N-th step (default: 100)")
     parser.add_argument("--draw", metavar="DIR", type=Path, help="only draw the page of what DIR holds")
-    given, command = _parsed(parser, argv, "--every", "--draw")
+    given, command = _parse(parser, argv, "--every", "--draw")
     if given.draw is not None:
         from ..tools.curves import draw
 
@@ -69,7 +69,7 @@ def maps(argv: Sequence[str]) -> int:
     parser.add_argument("--query", metavar="N", type=int, help="the query of the second picture (default: their mean)")
     parser.add_argument("--tokens", metavar="WORDS", help="words under the keys, separated by spaces")
     parser.add_argument("--call", metavar="N", type=int, default=1, help="draw the N-th call of a model (default: 1)")
-    given, command = _parsed(parser, argv, "--query", "--tokens", "--call")
+    given, command = _parse(parser, argv, "--query", "--tokens", "--call")
     if given.call < 1:
         parser.error(f"--call is {given.call}; expected at least 1")
     tokens = given.tokens.split() if given.tokens else None
@@ -91,7 +91,7 @@ def _parser(name: str, usage: str, words: str, examples: str) -> argparse.Argume
     return parser
 
 
-def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str], *valued: str) -> tuple[argparse.Namespace, list[str]]:
+def _parse(parser: argparse.ArgumentParser, argv: Sequence[str], *valued: str) -> tuple[argparse.Namespace, list[str]]:
     """Return our options and the command."""
     options, command = split(argv, valued=("--out", *valued))
     given = parser.parse_args(options)
@@ -114,7 +114,7 @@ def _folder(parser: argparse.ArgumentParser, out: Path | None, command: Sequence
 
 def _start(command: Sequence[str], variable: str, value: str) -> NoReturn:
     try:
-        plugins = wanted(None)
+        plugins = choose_plugins(None)
     except PluginError:  # plain PyTorch needs none
         plugins = []
     start(command, plugins, variables={variable: value})

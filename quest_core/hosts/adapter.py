@@ -361,7 +361,7 @@ class Adapter(ABC):
         forms = asked.weights or (asked.dropout and getattr(made, "drops_weights", False))
         return "written out" if forms else mechanism.kernel
 
-    def projected(self, module: nn.Module) -> list[Projected]:
+    def projections(self, module: nn.Module) -> list[Projected]:
         """Return the parts that describe their projections of a module that `replace` made.
 
         Override it for replacements that keep the host's class: return `Projected` views of their parameters.
@@ -376,7 +376,7 @@ class Adapter(ABC):
         Raises:
             UnsupportedError: the module has not one `Projected`, or its weight is made from others.
         """
-        found = self.projected(module)
+        found = self.projections(module)
         if len(found) != 1:
             raise UnsupportedError(
                 f"{type(module).__name__} of the adapter '{self.name}' has {len(found)} parts with `projections`; "

@@ -16,7 +16,7 @@ from ..drafts import host_class
 from ..errors import InjectionError, UnsupportedError
 from .adapter import Adapter, Site, refusal
 from .following import LEARNED, Flow, Origin
-from .search import UNKNOWN, Frame, Operand, Search, Softmax, contracted, varying
+from .search import UNKNOWN, Frame, Operand, Search, Softmax, contraction, varying
 from .sites import KEPT, FoundSite, looks_like_attention, norm_note, within
 from .universal import Call, Routed
 from .written import Product, Written, WrittenOut
@@ -84,7 +84,7 @@ class _Judge:
                 found.append(replace(one, path=frame.path))
         if not roles:
             return
-        facts = functools.reduce(Written.joined, found)
+        facts = functools.reduce(Written.join, found)
         start, stop = frame.begin[0], frame.end[0]
         products: list[Product | None] = [
             roles.get(origin, None if origin.is_plain else Product(origin.equation))
@@ -104,14 +104,14 @@ class _Judge:
         products, terms = products[: len(products) // count], terms[: len(terms) // count]
         site = replace(facts, products=tuple(products), softmaxes=tuple(terms))
         known = self.sites.get(frame.path)
-        self.sites[frame.path] = site if known is None else known.joined(site)
+        self.sites[frame.path] = site if known is None else known.join(site)
 
     def _is_over_channels(self, softmax: Softmax) -> bool:
         """Return whether tokens are contracted and features attend, as in XCiT."""
         for origin, over in softmax.axes.items():
             for operand, own in zip(origin.operands, origin.equation, strict=False):
                 if operand.features is not None and over & {*own} & operand.features:
-                    return not operand.features & {*contracted(origin.equation)}
+                    return not operand.features & {*contraction(origin.equation)}
         return False
 
     def _content(self, softmax: Softmax) -> Flow:
@@ -162,7 +162,7 @@ class _Judge:
             raise UnsupportedError("its keys are parameters (a router or a memory)")
         if flow.factor <= 0:
             raise UnsupportedError(f"it multiplies its logits by {flow.factor:g}")
-        (feature,) = contracted(letters)
+        (feature,) = contraction(letters)
         factors, head_dim = (q.factor or 1.0, k.factor or 1.0, flow.factor), q.sizes[feature]
         if not (q.separable and k.separable) and not _make_scale(head_dim, *factors):  # LoRA's is on a part
             raise UnsupportedError("a factor on its queries or keys is followed by more than moves")

@@ -181,13 +181,13 @@ class Following(TorchFunctionMode):
                 self.new(out, Origin("parameter", name))
         elif any(flows for _, flows in known):
             for place, result in enumerate(results):
-                self.note(result, self._passed(name, func, args, kwargs, known, result, place))
+                self.note(result, self._pass_on(name, func, args, kwargs, known, result, place))
             self._change_base(name, args, known, out)
         elif self.places and _only_parameters(found):
             for result in results:
                 self.new(result, Origin("parameter", name))
 
-    def added(self, head: list[Any], rest: dict[str, Any]) -> Flows:
+    def addends(self, head: list[Any], rest: dict[str, Any]) -> Flows:
         """Return the flows of what baddbmm or addmm adds to its product; arguments as `operands` returns them."""
         beta = float(rest.get("beta", 1.0))
         flows = self.flows(head[0]) if head and beta else ()
@@ -220,7 +220,7 @@ class Following(TorchFunctionMode):
                 flows = (Flow(ACTIVATION),)
             times = factor if name == "mul" else 1 / factor
             why = LEARNED if learned else None
-            changed = [_marked(f._replace(factor=f.factor * times), why) for f in flows]
+            changed = [_odd_flow(f._replace(factor=f.factor * times), why) for f in flows]
         else:
             for flow in flows:
                 kind, why = flow.origin.kind, None
@@ -232,13 +232,13 @@ class Following(TorchFunctionMode):
                     why = LEARNED if learned else "a tensor of factors"
                 elif flow.factor != 1 and any(f.origin is not ACTIVATION for f in self.flows(other)):
                     why = "a factor, and a product after it"
-                changed.append(_marked(flow, why))
+                changed.append(_odd_flow(flow, why))
             changed += [
                 f._replace(odd=f.odd or "a quotient" if name == "div" else "a tensor of factors")
                 for f in self.flows(other)
                 if f.origin.kind in ("product", "softmax")
             ]
-        self.note(out, _joined([_widen(f, out) for f in changed]))
+        self.note(out, _merge([_widen(f, out) for f in changed]))
         self._change_base(name, args, known, out)
 
     def _is_factor(self, one: Any, other: Any, out: Tensor) -> bool:
@@ -258,7 +258,7 @@ class Following(TorchFunctionMode):
             return False
         return not self.places or x.dtype == torch.bool or bool(((x == 0) | (x == 1)).all())
 
-    def _passed(
+    def _pass_on(
         self, name: str, func: Any, args: Any, kwargs: Any, known: list[tuple[Tensor, Flows]], out: Tensor, place: int
     ) -> Flows:
         """Return what a function leaves of the flows of its arguments in its result `out`."""
@@ -271,21 +271,21 @@ class Following(TorchFunctionMode):
             times = (-1.0 if name == "sub" else 1.0) * float(kwargs.get("alpha", 1))
             flows[len(known[0][1]) :] = [f._replace(factor=f.factor * times) for f in flows[len(known[0][1]) :]]
         if name in JOINS and _mixes_factors(known):
-            flows = [_parted(f) if f.origin.is_plain else f for f in flows]
+            flows = [_partial_flow(f) if f.origin.is_plain else f for f in flows]
         if name in MOVES or name == "setitem":
             moved = [f for f in flows if not self.places or f.entries is not None]
             lost = [f for f in flows if self.places and f.entries is None]
-            indices = {f.origin: self._moved(name, func, args, kwargs, f.origin, place) for f in moved if self.places}
-            return _joined([*(f._replace(entries=indices.get(f.origin)) for f in moved), *lost])
+            indices = {f.origin: self._move(name, func, args, kwargs, f.origin, place) for f in moved if self.places}
+            return _merge([*(f._replace(entries=indices.get(f.origin)) for f in moved), *lost])
         if name in ("neg", "rsub"):
-            return _joined([_widen(f._replace(factor=-f.factor), out) for f in flows])
+            return _merge([_widen(f._replace(factor=-f.factor), out) for f in flows])
         if name in KEEPS:
             if name in ("add", "sub") and _mixes_factors(known):
-                flows = [_parted(f) if f.origin.is_plain else f for f in flows]
-            return _joined([_widen(f, out) for f in flows])
-        return _joined([_widen(_odd(f, name), out) for f in flows])
+                flows = [_partial_flow(f) if f.origin.is_plain else f for f in flows]
+            return _merge([_widen(f, out) for f in flows])
+        return _merge([_widen(_odd(f, name), out) for f in flows])
 
-    def _moved(self, name: str, func: Any, args: Any, kwargs: Any, origin: Origin, place: int) -> Tensor | None:
+    def _move(self, name: str, func: Any, args: Any, kwargs: Any, origin: Origin, place: int) -> Tensor | None:
         """Return the places of entries after a function that moves them; None if it does not move integers."""
 
         def places(x: Any) -> Any:
@@ -318,7 +318,7 @@ class Following(TorchFunctionMode):
         writes = any(flows for x, flows in known[1:] if x is not target)
         if writes or (name not in KEEPS and name != "setitem" and self.flows(target._base)):
             flows = self.flows(target._base) or tuple(f for x, flows in known[1:] for f in flows)
-            marked = tuple(_marked(f, f"{name} of a part")._replace(entries=None) for f in flows)
+            marked = tuple(_odd_flow(f, f"{name} of a part")._replace(entries=None) for f in flows)
             self.note(target._base, marked)
 
 
@@ -414,12 +414,12 @@ def _only_parameters(given: list[Tensor]) -> bool:
     return bool(floating) and all(map(_is_learned, floating))
 
 
-def _parted(flow: Flow) -> Flow:
+def _partial_flow(flow: Flow) -> Flow:
     """Return the flow of a sum or a join, of whose parts one has the factor of `flow`, and another has not."""
     return flow._replace(odd=PART, factor=1.0) if flow.odd in (None, PART) else flow
 
 
-def _marked(flow: Flow, why: str | None) -> Flow:
+def _odd_flow(flow: Flow, why: str | None) -> Flow:
     """Return a flow that is odd for a reason, if it is not for another; a part with a factor gives way to it."""
     return flow._replace(odd=why) if why and flow.odd in (None, PART) else flow
 
@@ -430,7 +430,7 @@ def _odd(flow: Flow, name: str) -> Flow:
         return flow
     if name in BY_HAND and flow.origin.kind == "product" and flow.origin.number < 0:  # its `odd` only names the product
         return flow._replace(odd=name)
-    return _marked(flow, name)
+    return _odd_flow(flow, name)
 
 
 def _widen(flow: Flow, out: Tensor) -> Flow:
@@ -463,7 +463,7 @@ def _is_far(args: Any, kwargs: Any) -> bool:
     return bool(bounds) and all(x is not None and abs(x) >= NEUTRAL for x in bounds)
 
 
-def _joined(flows: list[Flow]) -> Flows:
+def _merge(flows: list[Flow]) -> Flows:
     """Return each origin once; activations count as one, and parameters only if nothing else is there."""
     if len(flows) < 2:
         return tuple(flows)
@@ -477,7 +477,7 @@ def _joined(flows: list[Flow]) -> Flows:
             if plain is None:
                 plain = flow
             elif not _same(plain.factor, flow.factor):
-                plain = _parted(plain)
+                plain = _partial_flow(plain)
             continue
         other = found.get(flow.origin)
         if other is None:

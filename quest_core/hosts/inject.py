@@ -307,7 +307,7 @@ def inject(
     drafts: dict[nn.Module, Any] = {origin_of(one): one for one in made}
     for owner in adapters:  # also those that own no site: their hosts' configs may say the attention
         owner.connect(model, drafts)
-    scaled = _scaled(config, chosen, made) if fresh else []
+    scaled = _projections_to_scale(config, chosen, made) if fresh else []
     rows = [_row(config, owner, site, one, fresh=fresh) for (owner, site), one in zip(chosen, made, strict=True)]
     stays = {path: by_design.get(type(left[path]).__name__) or finding.left.get(path, "") for path in left}
     report = Report(str(config), tuple(rows), stays, bool(scaled))
@@ -429,13 +429,13 @@ def _stacks(config: AttentionConfig, model: nn.Module, sites: Sequence[Site]) ->
     return stacks
 
 
-def _scaled(
+def _projections_to_scale(
     config: AttentionConfig, chosen: Iterable[tuple[Adapter, Site]], made: Iterable[nn.Module]
 ) -> list[Projected]:
     """Return the projections that options of the attention scale; raises UnsupportedError if some cannot be scaled."""
     found: list[Projected] = []
     for (owner, _), one in zip(chosen, made, strict=True):
-        projected = owner.projected(one)
+        projected = owner.projections(one)
         if config.initial_norms and not projected:
             raise UnsupportedError(
                 f"attention '{config}' scales query and key projections, and {type(one).__name__} describes none "
@@ -449,18 +449,18 @@ def _scaled(
 
 def _row(config: AttentionConfig, owner: Adapter, site: Site, made: nn.Module, *, fresh: bool) -> Replacement:
     """Return the entry of a report for the draft that `site.module` will become."""
-    norms = _query_norms(owner.projected(made)) if fresh else ()
+    norms = _query_norms(owner.projections(made)) if fresh else ()
     before, after = (sum(p.numel() for p in one.parameters()) for one in (site.module, made))
     note = site.note
     if not note and any(part.unit_keys for part in config.components):
-        note = _normed(site)
+        note = _remark_on_norm(site)
         if not note and site.head_dim <= NARROW:
             note = f"heads have {site.head_dim} features; {NARROW_HEADS}"
     kind = type(site.module).__name__
     return Replacement(site.path, kind, owner.name, before, after, owner.kernel(site, made), note, norms)
 
 
-def _normed(site: Site) -> str:
+def _remark_on_norm(site: Site) -> str:
     """Return what unit keys mean in a module with a norm of its own on keys; "" for other modules."""
     for path, norm in site.module.named_modules():
         name = path.rpartition(".")[2]

@@ -37,7 +37,7 @@ def run(command: Sequence[str], hosts: Sequence[str] | None = None) -> NoReturn:
         PluginError: a named plugin is missing or its host cannot be used, or no plugin can be used.
         QuestError: the program does not exist.
     """
-    start(command, wanted(hosts), required=hosts is not None)
+    start(command, choose_plugins(hosts), required=hosts is not None)
 
 
 def start(
@@ -50,7 +50,7 @@ def start(
     os.execve(words[0], words, environment(chosen, required) | dict(variables))
 
 
-def wanted(hosts: Sequence[str] | None) -> list[Plugin]:
+def choose_plugins(hosts: Sequence[str] | None) -> list[Plugin]:
     """Return the plugins of these names, or all whose host can be used; raise PluginError if there is none."""
     if hosts is not None:
         chosen = [find(name) for name in dict.fromkeys(hosts)]

@@ -62,10 +62,10 @@ class Patches:
 
         def make(original: Any) -> Any:
             @functools.wraps(original)
-            def changed(*arguments: Any, **options: Any) -> Any:
+            def wrapper(*arguments: Any, **options: Any) -> Any:
                 return change(original, *arguments, **options)
 
-            return changed
+            return wrapper
 
         if everywhere:
             stock = getattr(owner, name)

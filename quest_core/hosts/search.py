@@ -30,7 +30,7 @@ from .following import (
     operands,
     tensors,
 )
-from .sites import common_norm, in_autograd_function, run_example, undisturbed
+from .sites import common_norm, in_autograd_function, restoring, run_example
 from .universal import FUNCTIONS, Call
 from .written import HIDDEN
 
@@ -115,7 +115,7 @@ class Search(Following):
         if changed:
             handles.append(self.model.register_forward_pre_hook(_change, with_kwargs=True, prepend=True))
         try:
-            with undisturbed(self.model), force_eager(), self:
+            with restoring(self.model), force_eager(), self:
                 run_example(self.model, example)
         finally:
             for handle in handles:
@@ -185,8 +185,8 @@ class Search(Following):
             given = dict(zip(("query", "key"), args, strict=False)) | kwargs
             flows = [self.flows(given[name]) for name in ("query", "key")]
             separable = all(factor_of(one) is not None for one in flows)
-            call = call.scaled_before(*(factor_of(one, sums=True) for one in flows), separable=separable)
-        self.calls[frame.path] = self.calls[frame.path].joined(call) if frame.path in self.calls else call
+            call = call.with_factors(*(factor_of(one, sums=True) for one in flows), separable=separable)
+        self.calls[frame.path] = self.calls[frame.path].join(call) if frame.path in self.calls else call
 
     def _by_entries(self, args: Any, out: Tensor) -> None:
         """Begin at queries times keys by entries, which a sum over features would follow; see weights times values."""
@@ -194,7 +194,7 @@ class Search(Following):
         if len(pair) != 2:
             return
         for x in pair:
-            self._spelled(x)
+            self._note_weights(x)
         if self._are_projected(pair):
             origin = Origin("product", "mul", frames=tuple(self.running))
             self.new(out, origin, odd="a sum of products by entries", also=self.flows(out))
@@ -203,7 +203,7 @@ class Search(Following):
         """Return whether all of some tensors come from projections."""
         return all(any(flow.origin.axis is not None for flow in self.flows(x)) for x in pair)
 
-    def _spelled(self, weights: Tensor) -> None:
+    def _note_weights(self, weights: Tensor) -> None:
         """Note which function of `BY_HAND` made the weights of some values."""
         for flow in self.flows(weights):
             if flow.origin.kind == "product" and not flow.origin.is_plain and flow.odd in BY_HAND:
@@ -225,7 +225,7 @@ class Search(Following):
         weights = self._apply(pair, letters, origin.learned)
         if all(origin.learned) or (weights and not any(origin.learned)):
             origin.kind, origin.learned = "plain", ()
-        if not letters or len(contracted(letters)) != 1:
+        if not letters or len(contraction(letters)) != 1:
             self.new(out, origin, odd=None if origin.is_plain else f"{name} over {letters or 'vectors'}")
             return
         origin.equation = letters
@@ -237,7 +237,7 @@ class Search(Following):
         if origin.kind == "product":
             origin.operands = tuple(self._operand(x, s, letters) for x, s in zip(pair, letters, strict=False))
         kept = tuple(flow._replace(entries=None) for flow in weights) if any(origin.learned) else ()
-        self.new(out, origin, alpha(rest), also=(*self.added(head, rest), *kept))
+        self.new(out, origin, alpha(rest), also=(*self.addends(head, rest), *kept))
 
     def _operand(self, x: Tensor, own: str, letters: tuple[str, str, str]) -> Operand:
         flow = next((flow for flow in self.flows(x) if flow.origin.is_plain), None)
@@ -249,7 +249,7 @@ class Search(Following):
         if not may_read(x, waits=True):
             return Operand(sizes, features, factor, None, **more)
         wide = x.detach().double()
-        vectors = wide.movedim(own.index(contracted(letters)[0]), -1)
+        vectors = wide.movedim(own.index(contraction(letters)[0]), -1)
         norm = common_norm(vectors, 2e-3 if x.dtype == torch.float32 else 1e-2)
         values = wide.flatten()
         seen = (values.sum().item(), (values * torch.linspace(1, 2, len(values)).to(values)).sum().item())
@@ -260,7 +260,7 @@ class Search(Following):
         found = []
         for i, x in enumerate(pair):
             if not learned[1 - i]:
-                self._spelled(x)
+                self._note_weights(x)
             for flow in self.flows(x):
                 if flow.origin.kind == "softmax":
                     found.append(flow)
@@ -269,7 +269,7 @@ class Search(Following):
                 axis, use = flow.origin.axis, "applied"
                 if flow.entries is not None and letters and axis is not None and flow.origin.shape[axis] > 1:
                     over = {s for place, s in enumerate(letters[i]) if axis in varying(flow, place)}
-                    use = "applied" if over & set(contracted(letters)) else "kept"
+                    use = "applied" if over & set(contraction(letters)) else "kept"
                 flow.origin.uses.append(use)
         return found
 
@@ -314,7 +314,7 @@ class Search(Following):
         self.new(out, origin)
 
 
-def contracted(letters: tuple[str, str, str]) -> list[str]:
+def contraction(letters: tuple[str, str, str]) -> list[str]:
     return [s for s in letters[0] if s in letters[1] and s not in letters[2]]
 
 

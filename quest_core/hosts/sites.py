@@ -207,7 +207,7 @@ def run_example(model: nn.Module, example: Any) -> Any:
 
 
 @contextlib.contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def restoring(model: nn.Module) -> Iterator[None]:
     """Run a model in the block without gradients; at the end its modules and the random state are as they were.
 
     So a module that fills a buffer and counts how much of it is filled gets both back. A module that makes layers or

@@ -82,7 +82,7 @@ class Call:
         """Return the factor of the call on q·k."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
-    def scaled_before(self, of_q: float | None, of_k: float | None, *, separable: bool) -> Call:
+    def with_factors(self, of_q: float | None, of_k: float | None, *, separable: bool) -> Call:
         """Return the call of a host that multiplied its queries and keys by factors, None if they are not known.
 
         They count as its scale if they make the scale of the call to 1/√D, and else stay. `separable` says that these
@@ -132,7 +132,7 @@ class Call:
             return f"'{config.family}' needs as many key/value heads ({self.kv_heads}) as query heads ({self.heads})"
         return None
 
-    def joined(self, other: Call) -> Call:
+    def join(self, other: Call) -> Call:
         """Return what both calls of one module ask for; UnsupportedError if they need two mechanisms."""
         for name in ("function", "heads", "kv_heads", "head_dim", "scale", "axes"):
             one, two = getattr(self, name), getattr(other, name)
@@ -188,7 +188,7 @@ class Routed(FoundSite):
     found_attention: Call
     undone: tuple[float, float] | None  # factors that give back the queries and keys that the host has scaled
 
-    def unscaled(self, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+    def undo_scale(self, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
         """Return queries and keys without the scale of the host."""
         if self.undone is None:
             return q, k
@@ -267,7 +267,7 @@ def _attend(site: Routed, *args: Any, **kwargs: Any) -> Tensor:
     call = _Arguments(*args, **kwargs)
     q, k, v = call.operands()
     _check(site, _heads(q), q.shape[-1], call.scale)
-    q, k = site.unscaled(q, k)
+    q, k = site.undo_scale(q, k)
     axes = q.dim()
     mask = plain_mask(call.attn_mask, q.device)
     is_causal = call.is_causal  # query i sees keys j ≤ i, as PyTorch aligns them
@@ -276,8 +276,8 @@ def _attend(site: Routed, *args: Any, **kwargs: Any) -> Tensor:
         q, k, v = (x.expand(*lead, *x.shape[len(lead) :]) for x in (q, k, v))
     lead = q.shape[:-3]
     if mask is not None and mask.dim() > 2 and (mask.dim(), axes) != (4, 4):
-        mask = _batched(mask.expand(*lead, *mask.shape[-3:]), axes)
-    q, k, v = (_batched(x, axes) for x in (q, k, v))
+        mask = _with_four_axes(mask.expand(*lead, *mask.shape[-3:]), axes)
+    q, k, v = (_with_four_axes(x, axes) for x in (q, k, v))
     n, m = size(q, 2), size(k, 2)
     if is_causal and mask is not None:
         raise InputError(f"'{site.found_attention.path}': attn_mask and is_causal are both given; give one of them")
@@ -311,7 +311,7 @@ def _heads(x: Tensor) -> int:
     return x.shape[-3] if x.dim() > 3 else 1
 
 
-def _batched(x: Tensor, axes: int) -> Tensor:
+def _with_four_axes(x: Tensor, axes: int) -> Tensor:
     """Return [..., H, N, D] as [B, H, N, D], and [B, N, D] or [N, D], of three or two `axes`, with one head."""
     if axes == 2:
         return x[None, None]
@@ -402,7 +402,7 @@ def _attend_flex(site: Routed, query: Tensor, key: Tensor, value: Tensor, *other
         return FLEX_ATTENTION(query, key, value, *others)
     score_mod, block_mask, scale, *rest = others
     _check(site, query.shape[1], query.shape[-1], scale)
-    query, key = site.unscaled(query, key)
+    query, key = site.undo_scale(query, key)
     query, key, scale = site.mechanism.score(query, key, value, mask=None, is_causal=False)
     if (monitor := site.mechanism.monitor) is not None:
         of_score, of_mask = rest[-2:]

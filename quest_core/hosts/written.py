@@ -53,7 +53,7 @@ class _Turn(NamedTuple):
         there, back = (tuple(y.index(s) for s in x) for x, y in pairs) if pairs else (None, None)
         return cls(there, back, axes[1] not in letters)
 
-    def turned(self, x: Tensor) -> Tensor:
+    def orient(self, x: Tensor) -> Tensor:
         """Return an operand as a mechanism takes it."""
         x = x if self.there is None else x.permute(self.there)
         return x.unsqueeze(1) if self.lacks_heads else x
@@ -133,7 +133,7 @@ class Written:
         """The host's factor on q·k."""
         return math.prod(self.sites[0].undone)
 
-    def joined(self, other: Written) -> Written:
+    def join(self, other: Written) -> Written:
         """Return what two forwards of one module have in common; UnsupportedError if they write another attention."""
         flags: dict[str, Any] = {name: getattr(self, name) or getattr(other, name) for name in ("causal", "cross")}
         flags["layout"] = self.layout if self.layout == other.layout else None
@@ -236,16 +236,16 @@ class _Preparing(Following):
         if product.query is None:
             out = func(*args, **kwargs)
         else:
-            q, k = (turn.turned(pair[role]) for turn, role in zip(product.turns, product.roles, strict=True))
+            q, k = (turn.orient(pair[role]) for turn, role in zip(product.turns, product.roles, strict=True))
             if self.eager:
                 self._compare_factors(product, pair)
             if not self.site.untouched:
-                pair = self._prepared(product, q, k)
+                pair = self._prepare(product, q, k)
             out = func(*head, *pair, **rest)
             if self.keeps:
                 self.formed[self.number - 1] = q, k, out.shape
         if self.eager:
-            self.new(out, Origin("product", name, place), alpha(rest), also=self.added(head, rest))
+            self.new(out, Origin("product", name, place), alpha(rest), also=self.addends(head, rest))
         return out
 
     def _compare_factors(self, product: Product, pair: list[Tensor]) -> None:
@@ -259,7 +259,7 @@ class _Preparing(Following):
             elif not _same(given, factor):
                 self._refuse(f"multiplies its {what} by {given:g}, and in the example by {factor:g}")
 
-    def _prepared(self, product: Product, q: Tensor, k: Tensor) -> list[Tensor]:
+    def _prepare(self, product: Product, q: Tensor, k: Tensor) -> list[Tensor]:
         """Return both operands of a product as the score prepares them; q and k have the factors of the host."""
         score: Any = self.mechanism.score
         factors = product.undone

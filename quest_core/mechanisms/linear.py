@@ -76,7 +76,7 @@ class Cosine(Linear):
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, is_causal: bool, cache: Cache | None
     ) -> Tensor:
         traces_onnx("cosine")
-        seen, n, m = _seen(k, key_mask), q.shape[2], k.shape[2]
+        seen, n, m = _visible(k, key_mask), q.shape[2], k.shape[2]
         count = seen.sum(-1, keepdim=True)  # [B, 1]
         if cache is not None:
             total, count = count, seen.cumsum(-1)  # [B, 1], [B, N]
@@ -124,7 +124,7 @@ class _Feature(torch.autograd.Function):
 _by_hand: Callable[[Tensor], Tensor] = _Feature.apply
 
 
-def _seen(k: Tensor, key_mask: Tensor | None) -> Tensor:
+def _visible(k: Tensor, key_mask: Tensor | None) -> Tensor:
     """Return 1 for each visible key, else 0: [B, M] in float32, which counts them exactly."""
     if key_mask is None:
         return k.new_ones(k.shape[0], k.shape[2], dtype=torch.float32)

@@ -14,7 +14,7 @@ def unit(x: Tensor) -> Tensor:
     return torch.where(square > 0, x / torch.where(square > 0, square, 1).sqrt(), torch.zeros_like(x))
 
 
-def hidden(mask: Tensor) -> Tensor:
+def is_hidden(mask: Tensor) -> Tensor:
     """Return where a mask hides: False, −inf, or at most half of the dtype's minimum."""
     return ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
 
@@ -23,7 +23,7 @@ def visible(n: int, m: int, mask: Tensor | None, is_causal: bool) -> Tensor:
     """Return [N, M] or wider, True where query i sees key j; `is_causal` means j ≤ i + M − N."""
     seen = torch.ones(n, m, dtype=torch.bool)
     seen = seen.tril(m - n) if is_causal else seen
-    return seen if mask is None else seen & ~hidden(mask)
+    return seen if mask is None else seen & ~is_hidden(mask)
 
 
 def softmax(logits: Tensor, seen: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ class Sigmoid(Normalizer):
         self.bias = bias
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
-        seen, shifted = _seen(mask, logits), widen(logits)
+        seen, shifted = _visible(mask, logits), widen(logits)
         if mask is not None and mask.dtype != torch.bool:
             shifted = shifted + mask
         if self.bias is None:
@@ -214,7 +214,7 @@ class Sinkhorn(Normalizer):
         return weights
 
 
-def _seen(mask: Tensor | None, like: Tensor) -> Tensor:
+def _visible(mask: Tensor | None, like: Tensor) -> Tensor:
     """Return the mask as booleans, broadcastable to the logits `like` and as wide: [..., N or 1, M]."""
     if mask is None:
         return torch.ones(like.shape[-1], dtype=torch.bool, device=like.device)[None]
@@ -242,7 +242,7 @@ def _log_column_sum(mask: Tensor | None, like: Tensor) -> Tensor:
 
     The sizes of the logits `like` [B, H, N, M] are counted and not read, so that no graph fixes them.
     """
-    seen = _seen(mask, like)
+    seen = _visible(mask, like)
     seen = seen.expand(*seen.shape[:-2], *like.shape[-2:])  # [..., N, M]
     rows, columns = (
         seen.any(axis, keepdim=True).sum((-2, -1), keepdim=True).clamp(min=1).to(like.dtype).log() for axis in (-1, -2)

@@ -21,11 +21,11 @@ from ..checkpoints import ENTRY
 from ..errors import CheckpointError
 from ..mechanism import Mechanism
 from ..mechanisms.base import Dims
-from ..mechanisms.naive import hidden
+from ..mechanisms.naive import is_hidden
 from ..registry import READS
 from ..tools.packing import attention_packed
 from ..tools.parallel import head_axes
-from .trial import CLOSE, DIM, HEADS, LONG, SINGLE, TOKENS, Fused, Layers, Trial, Wrong, cause, changed, equal, spelled
+from .trial import CLOSE, DIM, HEADS, LONG, SINGLE, TOKENS, Fused, Layers, Trial, Wrong, cause, change, equal, spellings
 from .truth import missing, truth
 
 ZEROS = "divide by torch.where(total > 0, total, 1), or hide by a finite number and then multiply by the mask"
@@ -244,7 +244,7 @@ def weights(t: Trial) -> None:
     """`forward_with_weights` gives the output of `forward`; hidden weights are exactly 0; `fused` is a softmax."""
     made, (q, k, v) = t.build(), t.inputs()
     if t.config.family is not None:
-        with t.refused("forward_with_weights", "weights"):
+        with t.expect_refusal("forward_with_weights", "weights"):
             made.last.forward_with_weights(q, k, v)
         return
     normalizer, logits = made.last.normalizer, 0.7 * q @ q.mT
@@ -256,7 +256,7 @@ def weights(t: Trial) -> None:
     for name, mask in t.masks(TOKENS, TOKENS):
         out, found = made.each(Mechanism.forward_with_weights, q, k, v, attn_mask=mask)
         equal(out, made(q, k, v, attn_mask=mask), f"mask {name}: the output with weights differs from that without")
-        if mask is not None and found[hidden(mask).expand_as(found)].any():
+        if mask is not None and found[is_hidden(mask).expand_as(found)].any():
             raise Wrong(f"mask {name}: a hidden key has a weight; give it exactly 0")
 
 
@@ -266,7 +266,7 @@ def masks(t: Trial) -> None:
     seen = torch.ones(2, 1, 1, TOKENS, dtype=torch.bool)
     seen[..., 2] = seen[0, ..., 5] = False
     out, plain = made(q, k, v, attn_mask=seen), made(q, k, v)
-    other = made(q, changed(k, 2, 2), changed(v, 2, 2), attn_mask=seen)
+    other = made(q, change(k, 2, 2), change(v, 2, 2), attn_mask=seen)
     rest = [i for i in range(TOKENS) if i != 2 or "unseen" not in t.reads]
     equal(other[:, :, rest], out[:, :, rest], "a key that the mask hides changes the output")
     none, bias = torch.zeros(2, 1, 1, TOKENS).double(), torch.randn(2, 1, 1, TOKENS).double()
@@ -333,7 +333,7 @@ def dropout(t: Trial) -> None:
     """Dropout drops, and keeps the mean; or it is refused."""
     made, (q, k, v) = t.build(), t.inputs()
     if not t.can("dropout"):
-        with t.refused("dropout_p=0.5", "dropout"):
+        with t.expect_refusal("dropout_p=0.5", "dropout"):
             made.last(q, k, v, dropout_p=0.5)
         return
     runs = made(*(x.repeat(400, 1, 1, 1) for x in (q, k, v)), dropout_p=0.2).unflatten(0, (400, -1))
@@ -355,8 +355,8 @@ def no_query_sees_the_future(t: Trial) -> None:
     made = t.build()
     if not t.can("causal"):
         past = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
-        for name, mask in (("is_causal", None), *spelled(past)):
-            with t.refused(f"hiding the future ({name})", "causal=True"):
+        for name, mask in (("is_causal", None), *spellings(past)):
+            with t.expect_refusal(f"hiding the future ({name})", "causal=True"):
                 made.last(*t.inputs(), attn_mask=mask, is_causal=mask is None)
         return
     fix = t.declare("drop causal and cached")
@@ -367,10 +367,10 @@ def no_query_sees_the_future(t: Trial) -> None:
             out = made(q, k, v, is_causal=True)
             for token in range(1, n, 1 + n // 10):  # counted among the queries: key m − n + token
                 at = m - n + token
-                later = made(changed(q, 2, token), changed(k, 2, at), changed(v, 2, at), is_causal=True)
+                later = made(change(q, 2, token), change(k, 2, at), change(v, 2, at), is_causal=True)
                 said = f"with is_causal, {token} of {n} outputs precede a token that changes them: the future leaks"
                 equal(later[:, :, :token], out[:, :, :token], f"{said}. {fix}")
-            for name, mask in spelled(torch.ones(n, m, dtype=torch.bool).tril(m - n)):
+            for name, mask in spellings(torch.ones(n, m, dtype=torch.bool).tril(m - n)):
                 with t.possible("a mask that hides the future"):
                     masked = made(q, k, v, attn_mask=mask)
                     equal(masked, out, f"is_causal and a mask that hides the future ({name}) differ. {fix}")
@@ -391,11 +391,11 @@ def hidden_keys_do_not_matter(t: Trial) -> None:
         ("a prefix", (j <= i) | (j < 4)),
         ("other pairs in every head", torch.rand(2, HEADS, TOKENS, TOKENS) > 0.4),
     ):
-        for name, mask in spelled(seen):
+        for name, mask in spellings(seen):
             with t.possible(f"a mask of {shape}"):
                 out = made(q, k, v, attn_mask=mask)
                 for token in range(0, TOKENS, 4):
-                    other = made(q, changed(k, 2, token), changed(v, 2, token), attn_mask=mask)
+                    other = made(q, change(k, 2, token), change(v, 2, token), attn_mask=mask)
                     blind = ~seen[..., token].expand(out.shape[:3])  # [B, H, N]
                     said = f"under {shape} ({name}) key {token} changes outputs of queries that do not see it"
                     equal(other[blind], out[blind], f"{said}. {t.reading('unseen')}")
@@ -407,7 +407,7 @@ def decoding_equals_the_forward_pass(t: Trial) -> None:
         tokens = sum(steps)
         made, (q, k, v) = t.build(), t.inputs(tokens)
         if not t.can("cached"):
-            with t.refused("decode", "cached=True"):
+            with t.expect_refusal("decode", "cached=True"):
                 made.last.decode(q, k, v, Cache())
             return
         seen = torch.ones(2, 1, 1, tokens, dtype=torch.bool)
@@ -455,7 +455,7 @@ def others_do_not_matter(t: Trial) -> None:
         ("heads", 1, 0, "kv", [*range(HEADS // t.groups, HEADS)]),
     ):
         if name not in t.reads and not (name == "group" and "heads" in t.reads):
-            given = {key: changed(x, axis, at) if key in which else x for key, x in tensors.items()}
+            given = {key: change(x, axis, at) if key in which else x for key, x in tensors.items()}
             rest = torch.tensor(kept, dtype=torch.long)
             said = f"an output depends on {READS[name]}. {t.reading(name)}"
             equal(made(**given).index_select(axis, rest), out.index_select(axis, rest), said)
@@ -469,7 +469,7 @@ def padding_does_not_matter(t: Trial) -> None:
     real = torch.arange(TOKENS).expand(2, TOKENS) < 4
     mask = made.last.padding_mask(real, same_tokens=True)
     short = made(*(x[:, :, :4] for x in tensors))
-    for padded in (tensors, [changed(x, 2, slice(4, None)) for x in tensors]):
+    for padded in (tensors, [change(x, 2, slice(4, None)) for x in tensors]):
         got = made(*padded, attn_mask=mask)[:, :, :4]
         equal(got, short, f"5 hidden tokens at the end change the others. {t.reading('length')}")
 
@@ -507,12 +507,12 @@ def packing(t: Trial) -> None:
     cu = torch.tensor([0, *lengths]).cumsum(0).int()
     q, k, v = (x[0].transpose(0, 1) for x in t.inputs(sum(lengths), batch=1))  # [T, heads, features]
     if t.config.needs_input:
-        with t.refused("attention_packed", "that it needs no input of the layer"):
+        with t.expect_refusal("attention_packed", "that it needs no input of the layer"):
             attention_packed(q, k, v, made.last, cu_seqlens=cu)
         return
     if "samples" in t.reads or t.chained:
         if "length" in t.reads:
-            with t.refused("attention_packed", "that samples or lengths do not matter"):
+            with t.expect_refusal("attention_packed", "that samples or lengths do not matter"):
                 attention_packed(q, k, v, made.last, cu_seqlens=cu)
         return
     if t.randomizes:
@@ -559,7 +559,7 @@ def compiles(t: Trial) -> None:
     if t.randomizes or t.chained:
         return
     made, tensors = t.build(), t.inputs()
-    given = made.given(tensors[0])
+    given = made.layer_input(tensors[0])
     causal = given | ({"is_causal": True} if t.can("causal") else {})
     fix = "Use PyTorch operations only, or raise UnsupportedError that names the mechanism"
     with t.possible("torch.compile", fix):

@@ -29,7 +29,7 @@ from quest_core.hosts.search import map_tensors
 from quest_core.mechanisms.base import Score
 from quest_core.notices import LOGGER
 from quest_core.registry import find, mechanisms, owner, register, temporary
-from quest_core.testing.truth import computed_by_truth, missing
+from quest_core.testing.truth import missing, use_truth
 
 CHECKPOINTS = ("stock", "standard", "quest", "gqa", "sigmoid")
 """The attentions of a checkpoint and of the model that loads it; gqa with as few key heads as every site allows."""
@@ -154,14 +154,14 @@ class AdapterConformance(ABC):
         torch.manual_seed(seed)
         return self.make_inputs()
 
-    def injected(self, attention: quest_core.AttentionSpec, seed: int = 0) -> nn.Module:
+    def inject(self, attention: quest_core.AttentionSpec, seed: int = 0) -> nn.Module:
         return quest_core.inject(self.stock(seed), attention, adapter=self.adapter)[0]
 
-    def seeded(self, model: nn.Module, inputs: tuple[Any, ...], seed: int = 2) -> Tensor:
+    def run_with_seed(self, model: nn.Module, inputs: tuple[Any, ...], seed: int = 2) -> Tensor:
         torch.manual_seed(seed)
         return self.run(model, inputs)
 
-    def grouped(self, name: str = "gqa") -> str | None:
+    def grouping(self, name: str = "gqa") -> str | None:
         """A grouping that fits every site, or None when the host's projections cannot change."""
         found = list(self.adapter.sites(self.stock()))
         if all(site.num_heads % 2 == 0 for site in found):
@@ -187,7 +187,7 @@ class AdapterConformance(ABC):
         assert report.attention == "quest"
 
     def test_a_replaced_module_is_a_site_again(self) -> None:
-        model = self.injected("quest")
+        model = self.inject("quest")
         model, report = quest_core.inject(model, "standard", adapter=self.adapter)
         assert len(report.replacements) == self.sites
         model.eval()
@@ -197,17 +197,17 @@ class AdapterConformance(ABC):
 
     def test_every_attention_goes_through_its_mechanism(self) -> None:
         """In training, and in evaluation without gradients, where hosts and PyTorch keep shortcuts."""
-        model = self.injected("quest")
+        model = self.inject("quest")
         for training in (True, False):
             model.train(training)
-            with _touched(model) as touched, torch.set_grad_enabled(training):
+            with _collect_used(model) as touched, torch.set_grad_enabled(training):
                 self.run(model, self.inputs())
             assert len(touched) == self.sites
 
     def test_parameters_of_a_mechanism_are_frozen_with_the_projections(self) -> None:
         frozen = quest_core.inject(self.stock().requires_grad_(False), "qknorm-hs", adapter=self.adapter)[0]
         assert not any(p.requires_grad for p in frozen.parameters())
-        own = [p for m in self.injected("qknorm-hs").modules() if isinstance(m, Mechanism) for p in m.parameters()]
+        own = [p for m in self.inject("qknorm-hs").modules() if isinstance(m, Mechanism) for p in m.parameters()]
         assert own
         assert all(p.requires_grad for p in own)
 
@@ -230,8 +230,8 @@ class AdapterConformance(ABC):
     @pytest.mark.parametrize("training", [True, False])
     def test_standard_equals_the_host(self, training: bool) -> None:
         """Outputs, gradients of every parameter, and the stream of random numbers of dropout."""
-        stock, ours = self.stock().train(training), self.injected("standard").train(training)
-        want, got = (self.seeded(model, self.inputs()) for model in (stock, ours))
+        stock, ours = self.stock().train(training), self.inject("standard").train(training)
+        want, got = (self.run_with_seed(model, self.inputs()) for model in (stock, ours))
         self.assert_close(got, want)
         _loss(want).backward()
         _loss(got).backward()
@@ -254,27 +254,27 @@ class AdapterConformance(ABC):
             if name == "conformance-cubed":
                 register(name, source="a test")(type("Cubed", (_Cubed,), {}))
             grouping = any(option.name == "kv_heads" for option in find(name).options)
-            attention = (self.grouped(name) if grouping else None) or name
+            attention = (self.grouping(name) if grouping else None) or name
             config = quest_core.AttentionConfig.parse(attention)
             if any(self.adapter.refusal(site, config) for site in self.adapter.sites(self.stock())):
                 with pytest.raises(quest_core.UnsupportedError, match=f"'.*{re.escape(name)}.*' cannot be used in"):
-                    self.injected(attention)
+                    self.inject(attention)
                 return
             self._compare_with_reference(attention)
 
     def _compare_with_reference(self, *attentions: str) -> None:
         inputs = map_tensors(self.inputs(), lambda x: x.double() if x.is_floating_point() else x)
-        standard = self.run(self.injected("standard").double().eval(), inputs)
+        standard = self.run(self.inject("standard").double().eval(), inputs)
         for attention in attentions:
-            model = self.injected(attention).double().eval()
+            model = self.inject(attention).double().eval()
             found = [module for module in model.modules() if isinstance(module, Mechanism)]
-            got = self.seeded(model, inputs)
+            got = self.run_with_seed(model, inputs)
             assert not torch.allclose(_plain(got), _plain(standard), atol=1e-9), attention
             gradients = _gradients(model, got)
             if any(missing(mechanism.config) for mechanism in found):
                 continue
-            with computed_by_truth(found):
-                want = self.seeded(model, inputs)
+            with use_truth(found):
+                want = self.run_with_seed(model, inputs)
                 self.assert_close(got, want, 1e-9)
                 for name, gradient in _gradients(model, want).items():
                     own = gradients[name]
@@ -292,10 +292,10 @@ class AdapterConformance(ABC):
             able = all(self.adapter.refusal(site, config) is None for site in self.adapter.sites(self.stock()))
             if not able:
                 with pytest.raises(quest_core.UnsupportedError, match=f"'{part.name}' cannot be used in"):
-                    self.injected(part.name)
+                    self.inject(part.name)
                 continue
-            model = self.injected(part.name)
-            with _touched(model) as touched:
+            model = self.inject(part.name)
+            with _collect_used(model) as touched:
                 _loss(self.run(model, self.inputs())).backward()
             assert len(touched) == self.sites
             own = [p for m in model.modules() if isinstance(m, Mechanism) for p in m.parameters()]
@@ -305,9 +305,9 @@ class AdapterConformance(ABC):
         torch.manual_seed(1)
         one, other, real = self.make_padded()
         for attention in ("standard", *self.mechanisms):
-            model = self.injected(attention).eval()
+            model = self.inject(attention).eval()
             self.assert_close(real(self.run(model, one)), real(self.run(model, other)))
-        stock, ours = self.stock().eval(), self.injected("standard").eval()
+        stock, ours = self.stock().eval(), self.inject("standard").eval()
         self.assert_close(real(self.run(ours, one)), real(self.run(stock, one)))
 
     def test_what_is_uninstalled_is_gone(self) -> None:
@@ -325,26 +325,26 @@ class AdapterConformance(ABC):
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
     def test_a_state_dict_names_its_attention(self) -> None:
-        stock, ours = self.stock(seed=5), self.injected("quest", seed=6)
+        stock, ours = self.stock(seed=5), self.inject("quest", seed=6)
         shapes = {name: x.shape for name, x in stock.state_dict().items()}
         entries = [name for name in ours.state_dict() if name.endswith(ENTRY)]
         assert {name: x.shape for name, x in ours.state_dict().items() if name not in entries} == shapes
         assert {decode(ours.state_dict()[name]) for name in entries} == {"quest"}
         with pytest.raises((RuntimeError, quest_core.CheckpointError), match=ENTRY):
             stock.load_state_dict(ours.state_dict(), strict=True)
-        standard = self.injected("standard", seed=8).eval()
+        standard = self.inject("standard", seed=8).eval()
         standard.load_state_dict(stock.state_dict(), strict=True)
         self.assert_close(self.run(standard, self.inputs()), self.run(stock.eval(), self.inputs()))
         stock.load_state_dict(standard.state_dict(), strict=True)
 
     def test_no_checkpoint_loads_silently_into_another_attention(self) -> None:
         """As loaders do that copy a state dict into a plain mapping, through a file of tensors."""
-        names: dict[str, str | None] = {**{name: name for name in CHECKPOINTS}, "stock": None, "gqa": self.grouped()}
+        names: dict[str, str | None] = {**{name: name for name in CHECKPOINTS}, "stock": None, "gqa": self.grouping()}
         possible = [name for name in CHECKPOINTS if name == "stock" or names[name]]  # without gqa in some hosts
 
         def build(name: str, seed: int) -> nn.Module:
             attention = names[name]
-            return self.stock(seed) if attention is None else self.injected(attention, seed)
+            return self.stock(seed) if attention is None else self.inject(attention, seed)
 
         stored = io.BytesIO()
         torch.save({name: dict(build(name, 5).state_dict()) for name in possible}, stored)
@@ -374,17 +374,17 @@ class AdapterConformance(ABC):
 
     @pytest.mark.parametrize("trained", ["standard", "quest"])
     def test_a_host_checkpoint_loads_into_fewer_key_heads(self, trained: str) -> None:
-        attention = self.grouped()
+        attention = self.grouping()
         assert attention is not None, "the adapter offers fewer key heads, but no site of this model can have them"
-        source = self.injected(trained, seed=5)
-        model = self.injected(attention, seed=6).eval()
+        source = self.inject(trained, seed=5)
+        model = self.inject(attention, seed=6).eval()
         set_attention_from(model, trained)
         model.load_state_dict(source.state_dict(), strict=True)
         converted = quest_core.inject(source, attention, adapter=self.adapter)[0].eval()
         self.assert_close(self.run(model, self.inputs()), self.run(converted, self.inputs()))
 
     def test_learnable_mechanisms_round_trip(self) -> None:
-        first, second = self.injected("qknorm-hs", seed=5).eval(), self.injected("qknorm-hs", seed=6).eval()
+        first, second = self.inject("qknorm-hs", seed=5).eval(), self.inject("qknorm-hs", seed=6).eval()
         with torch.no_grad():
             for parameter in first.parameters():
                 parameter.add_(0.01)
@@ -392,7 +392,7 @@ class AdapterConformance(ABC):
         self.assert_close(self.run(second, self.inputs()), self.run(first, self.inputs()))
 
     def test_copies_and_pickles(self) -> None:
-        model = self.injected("quest").eval()
+        model = self.inject("quest").eval()
         want = self.run(model, self.inputs())
         self.assert_close(self.run(copy.deepcopy(model), self.inputs()), want)
         twin = pickle.loads(pickle.dumps(model))
@@ -404,7 +404,7 @@ class AdapterConformance(ABC):
     def test_queries_can_be_scaled(self) -> None:
         """Each head's queries grow by its own factor, and nothing else of the module changes."""
         for index in range(self.sites):
-            model = self.injected("standard").eval()
+            model = self.inject("standard").eval()
             site = list(self.adapter.sites(model))[index]
             (mechanism,) = (m for m in site.module.modules() if isinstance(m, Mechanism))
             factor = torch.linspace(0.5, 2, site.num_heads, dtype=torch.float64)
@@ -424,23 +424,23 @@ class AdapterConformance(ABC):
 
     def test_initial_norms_are_set_in_a_fresh_model(self) -> None:
         spec = "quest(init=5, key_init=2)"
-        sites = list(self.adapter.sites(self.injected("quest")))
+        sites = list(self.adapter.sites(self.inject("quest")))
         refused = any(self.adapter.refusal(site, quest_core.AttentionConfig.parse(spec)) for site in sites)
         assert not (refused and self.calibrates), "queries that can be scaled can have an initial norm"
-        if refused or not any(self.adapter.projected(site.module) for site in sites):
+        if refused or not any(self.adapter.projections(site.module) for site in sites):
             errors = (quest_core.UnsupportedError, quest_core.ConfigError)
             with pytest.raises(errors, match="describes none|cannot be used in|a Mechanism does not have"):
                 quest_core.inject(self.stock(), spec, adapter=self.adapter, fresh=True)
             return
         model, report = quest_core.inject(self.stock(), spec, adapter=self.adapter, fresh=True)
-        parts = [part for site in self.adapter.sites(model) for part in self.adapter.projected(site.module)]
+        parts = [part for site in self.adapter.sites(model) for part in self.adapter.projections(site.module)]
         assert len(parts) >= self.sites, "each replacement must be or contain a quest_core.projections.Projected"
         for part in parts:
             for role, norm in (("q", 5.0), ("k", 2.0)):
                 norms = part.projections.norms(part, part.head_sizes, role)
                 torch.testing.assert_close(norms, torch.full_like(norms, norm), rtol=1e-5, atol=0)
         assert {round(norm, 4) for row in report.replacements for norm in row.query_norms} == {5.0}
-        model.load_state_dict(self.injected("quest").state_dict())  # a checkpoint does not depend on initial norms
+        model.load_state_dict(self.inject("quest").state_dict())  # a checkpoint does not depend on initial norms
 
     def test_autocast(self) -> None:
         try:
@@ -448,14 +448,14 @@ class AdapterConformance(ABC):
                 self.run(self.stock().eval(), self.inputs())
         except RuntimeError as error:  # for example an LSTM, whose bfloat16 kernel needs AVX-512
             pytest.xfail(f"the host's own model fails under autocast on this CPU: {error}")
-        model = self.injected("quest").eval()
+        model = self.inject("quest").eval()
         with torch.autocast("cpu", torch.bfloat16):
             low = self.run(model, self.inputs())
         self.assert_close(low.float(), self.run(model, self.inputs()).float(), 0.1)
 
     @pytest.mark.slow
     def test_compiles(self) -> None:
-        model = self.injected("quest").eval()
+        model = self.inject("quest").eval()
         compiled: Any = torch.compile(model, backend="eager")
         self.assert_close(self.run(compiled, self.inputs()), self.run(model, self.inputs()))
         torch._dynamo.reset()
@@ -472,7 +472,7 @@ class AdapterConformance(ABC):
 
 
 @contextmanager
-def _touched(model: nn.Module) -> Iterator[set[int]]:
+def _collect_used(model: nn.Module) -> Iterator[set[int]]:
     """Collect the mechanisms of `model` that are used inside the block, as a whole or only their scores."""
     touched: set[int] = set()
     wrapped = []

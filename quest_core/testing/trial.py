@@ -128,7 +128,7 @@ class Trial:
                 raise Wrong(f"{what} fails. {fix}: {type(error).__name__}: {error}") from error
 
     @contextlib.contextmanager
-    def refused(self, what: str, promise: str) -> Iterator[None]:
+    def expect_refusal(self, what: str, promise: str) -> Iterator[None]:
         """Fail unless the block raises UnsupportedError that names the mechanism."""
         ran = True
         with self.possible(what):
@@ -158,7 +158,7 @@ class Layers(nn.Module):
         """Return [B, H, N, Dv], drawn with `seed`; options as of `Mechanism.forward`."""
         return cast(Tensor, self.each(Mechanism.__call__, q, k, v, seed=seed, **options))
 
-    def given(self, q: Tensor) -> dict[str, Tensor]:
+    def layer_input(self, q: Tensor) -> dict[str, Tensor]:
         """Return {"x": the input of a layer [B, N, H·D]} if the mechanism reads it."""
         return {"x": q.transpose(1, 2).flatten(2)} if self.last.config.needs_input else {}
 
@@ -168,7 +168,7 @@ class Layers(nn.Module):
         """Call `call(layer, q, k, v, **options)` for the layer before, on other values, and return it for the last."""
         if seed is not None:
             torch.manual_seed(seed)
-        options |= self.given(q)
+        options |= self.layer_input(q)
         if self.before is not None:
             call(self.before, q, k, 0.5 * v.flip(-1), **options)
         return call(self.last, q, k, v, **options)
@@ -211,7 +211,7 @@ def equal(got: Tensor, want: Tensor, said: str, close: float = CLOSE) -> None:
         raise Wrong(f"{said} (difference {worst:.3g} at {place} of {list(got.shape)})")
 
 
-def changed(x: Tensor, axis: int, at: int | slice) -> Tensor:
+def change(x: Tensor, axis: int, at: int | slice) -> Tensor:
     """Return a copy of x [B, H, N, D] with other numbers at a place of an axis."""
     x = x.clone()
     index = (*[slice(None)] * axis, at)
@@ -219,7 +219,7 @@ def changed(x: Tensor, axis: int, at: int | slice) -> Tensor:
     return x
 
 
-def spelled(seen: Tensor) -> Iterator[tuple[str, Tensor]]:
+def spellings(seen: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield a mask, True where a key is visible, in every form."""
     yield "boolean", seen
     for name, low in (("−inf", -math.inf), ("the lowest value", torch.finfo(torch.float64).min)):

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..config import AttentionConfig
 from ..mechanism import Mechanism
 from ..mechanisms.base import Family, Grouping, Normalizer, Output, Score, ScoreMod
-from ..mechanisms.naive import hidden, visible
+from ..mechanisms.naive import is_hidden, visible
 
 
 def missing(config: AttentionConfig) -> list[str]:
@@ -44,7 +44,7 @@ def truth(
     seen = visible(n, m, attn_mask, is_causal).expand(batch, 1 if mechanism.family is not None else heads, n, m)
     bias = q.new_zeros(1, 1, 1, 1)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
-        bias = attn_mask.masked_fill(hidden(attn_mask), 0).to(q.dtype)
+        bias = attn_mask.masked_fill(is_hidden(attn_mask), 0).to(q.dtype)
     if 0 in (*q.shape, *k.shape, *v.shape):
         unused = sum(x.sum() for x in (q, k, v, *mechanism.parameters()))
         weights = q.new_zeros(batch, heads, n, m)
@@ -61,7 +61,7 @@ def truth(
     if mechanism.grouping.needs_weights:
         weights = mechanism.grouping.reference_weights(weights, groups, seen)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
-        logits = logits.masked_fill(hidden(attn_mask), -math.inf)
+        logits = logits.masked_fill(is_hidden(attn_mask), -math.inf)
     out = weights @ v[:, head]
     if (output := getattr(mechanism, "output", None)) is not None:
         out = output.reference(out, v[:, head], x)
@@ -71,7 +71,7 @@ def truth(
 def exact(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any, Any]:
     """Return `truth` in float64, of a mechanism and tensors in any dtype."""
     if (mask := options.get("attn_mask")) is not None and mask.dtype != torch.bool:
-        options["attn_mask"] = mask.double().masked_fill(hidden(mask), -math.inf)
+        options["attn_mask"] = mask.double().masked_fill(is_hidden(mask), -math.inf)
     if (x := options.get("x")) is not None:
         options["x"] = x.double()
     wide = all(x.dtype == torch.float64 for x in mechanism.parameters())
@@ -80,7 +80,7 @@ def exact(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, **options: Any)
 
 
 @contextmanager
-def computed_by_truth(mechanisms: Iterable[Mechanism]) -> Iterator[None]:
+def use_truth(mechanisms: Iterable[Mechanism]) -> Iterator[None]:
     """Inside the block these mechanisms, with no part `missing`, compute by their references; dropout is left out."""
     with ExitStack() as changes:
         for mechanism in mechanisms:
@@ -124,6 +124,6 @@ class _Weights(Normalizer):
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
         (mechanism,) = self.mechanism
         if mask is not None and mask.dtype != torch.bool:
-            logits = logits + mask.masked_fill(hidden(mask), 0)
+            logits = logits + mask.masked_fill(is_hidden(mask), 0)
         seen = visible(logits.shape[-2], logits.shape[-1], mask, False).expand(logits.shape)
         return mechanism.normalizer.reference(logits, seen)

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from ..errors import InjectionError, InputError, UnsupportedError
-from ..hosts.sites import run_example, undisturbed
+from ..hosts.sites import restoring, run_example
 from ..mechanism import Mechanism
 from .monitor import Call, Layer, Monitor, blocks, borrow
 
@@ -54,7 +54,7 @@ def _maps(model: nn.Module, example: Any, queries: Queries) -> dict[str, Tensor]
             raise UnsupportedError(
                 f"'{path.removesuffix('.mechanism')}' is attention '{module.config}', which forms no weights"
             )
-    with _Maps(model, queries) as maps, undisturbed(model):
+    with _Maps(model, queries) as maps, restoring(model):
         run_example(model, example)
     found = maps.found()
     if not found:
@@ -95,7 +95,7 @@ class _Map(Layer):
     def saw_pairs(self, *_: Any) -> None:
         raise UnsupportedError("attention over the edges of a graph has a weight per edge, and no map")
 
-    def missed(self, why: str) -> None:
+    def miss(self, why: str) -> None:
         raise UnsupportedError(f"no map of attention '{self.mechanism.config}': {why}")
 
     def _see(self, call: Call) -> None:

@@ -349,7 +349,7 @@ class Layer:
         Arguments as in `saw_operands`, and flex_attention's functions, and (B or 1, H or 1) of its block mask.
         """
         places = [torch.arange(x, device=q.device) for x in (q.shape[0], q.shape[1], q.shape[2], k.shape[2])]
-        plain = self._formed(q, k, scale)
+        plain = self._logit_form(q, k, scale)
 
         def form(samples: slice, rows: slice) -> Tensor:
             at = (places[0][samples], places[1], places[2][rows], places[3])
@@ -357,7 +357,7 @@ class Layer:
 
         at = (*(place[:size] for place, size in zip(places, sizes, strict=False)), *places[2:])
         mask = _of_pairs(lambda _, *pair: mask_mod(*pair))(q.new_zeros([len(x) for x in at]), *at)
-        raw_q, raw_k, _ = self._taken_raw()
+        raw_q, raw_k, _ = self._take_raw()
         self._count(Call(raw_q, raw_k, mask, False, (*q.shape[:3], k.shape[2]), form))
 
     def saw_operands(
@@ -378,13 +378,13 @@ class Layer:
             change: returns logits as they become before the mask, for example capped.
             weigh: as in `Call`.
         """
-        raw_q, raw_k, is_causal = self._taken_raw()
-        form = self._formed(q, k, scale)
+        raw_q, raw_k, is_causal = self._take_raw()
+        form = self._logit_form(q, k, scale)
         changed = form if change is None else lambda samples, rows: change(form(samples, rows))
         shape = (*q.shape[:3], k.shape[2])
         self._count(Call(raw_q, raw_k, mask, is_causal, shape, changed, (q, scale), weigh=weigh))
 
-    def missed(self, why: str) -> None:
+    def miss(self, why: str) -> None:
         """Say that a call could not be observed."""
         self.unseen = why
 
@@ -430,7 +430,7 @@ class Layer:
         q, k = args[0], args[1]
         self.saw_operands(q, k, self.mechanism.score.scale(q.shape[-1]), mask, kwargs.get("change"))
 
-    def _taken_raw(self) -> tuple[Tensor, Tensor, bool]:
+    def _take_raw(self) -> tuple[Tensor, Tensor, bool]:
         """Return q, k and is_causal as the score got them, and forget them."""
         raw = self._raw
         found = raw.q, raw.k, raw.is_causal
@@ -438,7 +438,7 @@ class Layer:
         return found
 
     @staticmethod
-    def _formed(q: Tensor, k: Tensor, scale: float) -> Form:
+    def _logit_form(q: Tensor, k: Tensor, scale: float) -> Form:
         """Return what forms blocks of the logits of q [B, H, N, D] and k [B, G, M, D], which the score prepared."""
         q, k = (x.to(wider(x.dtype)) for x in (q, k))
         return lambda samples, rows: logits(q[samples, :, rows], k[samples], scale, q.shape[1] != k.shape[1])

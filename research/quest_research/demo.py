@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quest_bench.cli import app_main, exit_code, expanded
+from quest_bench.cli import app_main, exit_code, expand_home
 from quest_bench.groups import Group, join, mean, number, read_groups
 from quest_bench.plan import parse_seeds
 from quest_bench.report import write_report
@@ -37,7 +37,7 @@ console = Console(highlight=False)
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def demo(
     context: typer.Context,
-    out: Annotated[Path, typer.Option(parser=expanded, metavar="DIR", help="Where results and report go.")] = Path(
+    out: Annotated[Path, typer.Option(parser=expand_home, metavar="DIR", help="Where results and report go.")] = Path(
         "runs/demo"
     ),
     seeds: Annotated[str, typer.Option(help="Seeds: 0-4 or 0,3,7.")] = "0-7",

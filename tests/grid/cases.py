@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import quest_core
 from quest_core import AttentionConfig, QuestError
-from quest_core.mechanisms.naive import hidden
+from quest_core.mechanisms.naive import is_hidden
 from quest_core.testing.truth import truth
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -476,7 +476,7 @@ def bounds(
     relative = max((e / size for e, size in zip(errors, sizes, strict=True) if size > 1e-3 * largest), default=0.0)
     logit = eps * made.large_logit(tensors)
     if len(tensors) > 3 and tensors[3].is_floating_point():
-        added = tensors[3].detach().double().masked_fill(hidden(tensors[3]), 0).abs()
+        added = tensors[3].detach().double().masked_fill(is_hidden(tensors[3]), 0).abs()
         wide = torch.finfo(torch.promote_types(made.cell.dtype, torch.float32)).eps
         temperature = float(made.config.option("eps") or 1)
         logit += wide * float(added.max()) / temperature if added.numel() else 0.0

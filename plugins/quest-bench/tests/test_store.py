@@ -11,7 +11,7 @@ from quest_bench import store
 from quest_bench.compare import _key
 from quest_bench.groups import read_groups
 from quest_bench.plan import Plan, catalogue, parse_settings
-from quest_bench.report import mixed, write_report
+from quest_bench.report import mixtures, write_report
 from quest_bench.store import Stored
 from quest_bench.worker import write_json
 
@@ -84,7 +84,7 @@ def test_a_table_of_mixed_cells_compares_with_their_folder(fake):
     keys = [{_key(group, row) for group in found for row in group.rows} for found in (groups, table)]
     assert keys[0] == keys[1]
     everyone = ["quest", "standard"]
-    assert mixed(again) == mixed(cells) == {"threads": {"1": everyone}, "device": {"cpu": everyone}}
+    assert mixtures(again) == mixtures(cells) == {"threads": {"1": everyone}, "device": {"cpu": everyone}}
     assert [one.result and one.result["metrics"] for one in again] == [
         one.result and one.result["metrics"] for one in cells
     ]

@@ -46,7 +46,7 @@ class TestTransformerXL(AdapterConformance, sites=2):
 
     def test_a_host_checkpoint_loads_into_fewer_key_heads(self):
         """One projection makes queries, keys and values, so there are never fewer: see `refused`."""
-        assert self.grouped() is None
+        assert self.grouping() is None
 
 
 def logits_of(layer, hidden, positions):

@@ -24,7 +24,7 @@ from devtools.wrong import WRONG as COMMON
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
 from quest_graphgps import GraphGPSAdapter
 from quest_graphgps.attention import GraphAttention
-from quest_graphgps.graphgym import requested
+from quest_graphgps.graphgym import read_request
 
 CONFIGS = sorted(path.name for path in files("quest_graphgps").joinpath("configs").iterdir())
 HERE = Path(__file__).parent
@@ -234,7 +234,7 @@ def test_yaml_takes_the_text(section, written, tmp_path):
     again = cfg.clone()
     again.merge_from_file(str(path))
     assert again == cfg
-    assert requested(again) == requested(cfg)
+    assert read_request(again) == read_request(cfg)
 
 
 class Own(nn.Module):

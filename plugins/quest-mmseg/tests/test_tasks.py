@@ -15,7 +15,7 @@ from mmseg.registry import DATASETS, TRANSFORMS
 from devtools.cells import HostSuites
 from quest_suites.contract import Cell
 from quest_suites.mmseg import scenes, tasks
-from quest_suites.mmseg.corruptions import CORRUPTIONS, Corrupt, corrupted, severities
+from quest_suites.mmseg.corruptions import CORRUPTIONS, Corrupt, distort, severities
 from quest_suites.mmseg.suites import SUITES
 from quest_suites.mmseg.tasks import run_ade20k, run_camvid, run_shapes
 
@@ -196,7 +196,7 @@ def test_the_protocol():
 
 def test_a_corruption_follows_the_loading_of_the_image():
     pipeline = Config({"p": [{"type": "LoadImageFromFile"}, {"type": "Resize", "scale": (4, 4)}]}).p
-    made = corrupted(pipeline, "fog", 3)
+    made = distort(pipeline, "fog", 3)
     assert [step["type"] for step in made] == ["LoadImageFromFile", "Corrupt", "Resize"]
     assert len(pipeline) == 2
 

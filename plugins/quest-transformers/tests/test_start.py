@@ -19,7 +19,7 @@ def norms(model, role="q"):
     return {
         site.path: part.projections.norms(part, part.head_sizes, role).tolist()
         for site in adapter.sites(model)
-        for part in adapter.projected(site.module)
+        for part in adapter.projections(site.module)
     }
 
 

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import quest_core
-from quest_bench.cli import expanded
+from quest_bench.cli import expand_home
 from quest_bench.plan import parse_attentions, portable
 from quest_bench.store import commit
 from quest_bench.worker import cores, machine, write_text
@@ -316,7 +316,7 @@ def main(argv: list[str]) -> None:
     """Time attentions against their peers in PyTorch, in turns within one run, and print the report."""
     parser = argparse.ArgumentParser(prog=NAME, description=main.__doc__)
     parser.add_argument("--attention", default="quest,standard", help="comma-separated, without groupings")
-    parser.add_argument("--out", type=expanded, metavar="DIR", help="the folder of the page")
+    parser.add_argument("--out", type=expand_home, metavar="DIR", help="the folder of the page")
     parser.add_argument(
         "--threads", type=whole_numbers, metavar="N,...", help="of the CPU; by default 1,2,4 up to the number of cores"
     )

@@ -89,7 +89,7 @@ Python = Annotated[
 ]
 
 
-def expanded(text: str | Path) -> Path:
+def expand_home(text: str | Path) -> Path:
     """A folder of the command line. A recorded command quotes its ~, which a shell then leaves as it is."""
     return Path(os.path.expanduser(text))
 
@@ -152,7 +152,7 @@ def run(
     ] = "standard,quest",
     seeds: Annotated[str, typer.Option(help="Seeds: 0-4 or 0,3,7.")] = "0-4",
     out: Annotated[
-        Path | None, typer.Option(parser=expanded, metavar="DIR", help="The run's folder; without it, runs/SUITE.")
+        Path | None, typer.Option(parser=expand_home, metavar="DIR", help="The run's folder; without it, runs/SUITE.")
     ] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="Seconds instead of hours; the numbers mean nothing.")] = False,
     data: Annotated[str | None, typer.Option(metavar="DIR", help="Your own data in its official layout.")] = None,
@@ -307,7 +307,7 @@ def show_causes(cells: Sequence[store.Stored]) -> None:
 @app.command()
 def report(
     folder: Annotated[
-        Path, typer.Argument(parser=expanded, metavar="DIR", help="The folder of `quest bench run --out`.")
+        Path, typer.Argument(parser=expand_home, metavar="DIR", help="The folder of `quest bench run --out`.")
     ],
     baseline: Annotated[str, typer.Option(help="The attention that differences are taken against.")] = "standard",
 ) -> None:
@@ -325,7 +325,7 @@ def report(
 @app.command()
 def status(
     folder: Annotated[
-        Path, typer.Argument(parser=expanded, metavar="DIR", help="The folder of `quest bench run --out`.")
+        Path, typer.Argument(parser=expand_home, metavar="DIR", help="The folder of `quest bench run --out`.")
     ],
 ) -> None:
     """Show which cells are done, running, failed or waiting, also while orchestrators work.
@@ -350,9 +350,10 @@ def status(
 @app.command()
 def merge(
     folders: Annotated[
-        list[Path], typer.Argument(parser=expanded, metavar="DIR...", help="Run folders, for example of two machines.")
+        list[Path],
+        typer.Argument(parser=expand_home, metavar="DIR...", help="Run folders, for example of two machines."),
     ],
-    out: Annotated[Path, typer.Option(parser=expanded, metavar="DIR", help="The folder that gets all their cells.")],
+    out: Annotated[Path, typer.Option(parser=expand_home, metavar="DIR", help="The folder that gets all their cells.")],
 ) -> None:
     """Put the cells of several run folders into one.
 
@@ -367,8 +368,10 @@ def merge(
 
 @app.command()
 def compare(
-    first: Annotated[Path, typer.Argument(parser=expanded, metavar="A", help="The run folder that is compared with.")],
-    second: Annotated[Path, typer.Argument(parser=expanded, metavar="B", help="The run folder in question.")],
+    first: Annotated[
+        Path, typer.Argument(parser=expand_home, metavar="A", help="The run folder that is compared with.")
+    ],
+    second: Annotated[Path, typer.Argument(parser=expand_home, metavar="B", help="The run folder in question.")],
 ) -> None:
     """Compare two runs of one grid cell by cell, for example before and after a change.
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from quest_core.errors import ConfigError
 
-from .groups import Group, Row, interval, number, read_groups, signed
+from .groups import Group, Row, interval, number, read_groups, with_sign
 from .stats import compare, correct, estimate, verdict
 from .worker import encode
 
@@ -41,7 +41,7 @@ def compare_runs(first: Path, second: Path) -> Table:
         table.add_column(Text(heading), overflow="fold")  # a folder may be called a[b]
     for key, one in zip(shared, found, strict=True):
         (group, old), (_, new) = before[key], after[key]
-        gap = f"{signed(one.difference.mean)} [{interval(one.difference, signs=True)}]"
+        gap = f"{with_sign(one.difference.mean)} [{interval(one.difference, signs=True)}]"
         both = [seed for seed in old.values if math.isfinite(old.values[seed] - new.values.get(seed, math.nan))]
         means = [number(estimate([row.values[seed] for seed in both]).mean) for row in (old, new)]
         cells = (group.title, new.attention, str(one.seeds), *means, gap)

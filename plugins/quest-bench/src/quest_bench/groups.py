@@ -190,7 +190,7 @@ def _gain(row: Row, unit: str) -> str:
     if row.comparison.test == "sign":
         return f"{row.comparison.wins} of {row.comparison.seeds} seeds won"
     found = row.comparison.difference
-    return f"{signed(found.mean)}{unit}, {interval(found, signs=True)}"
+    return f"{with_sign(found.mean)}{unit}, {interval(found, signs=True)}"
 
 
 def join(names: Sequence[str], word: str = "and") -> str:
@@ -217,7 +217,7 @@ def read_groups(out: Path, baseline: str) -> list[Group]:
     missing = sorted({cell.cell["suite"] for cell in cells} - suites.keys())
     if missing:
         raise ConfigError(f"{out} holds cells of suite '{missing[0]}', which no run.json and no plugin describes")
-    ended = [members for members in _grouped(cells, runs) if any(cell.state != "unfinished" for cell in members)]
+    ended = [members for members in _comparable(cells, runs) if any(cell.state != "unfinished" for cell in members)]
     grouped = [(members, suites[members[0].cell["suite"]]) for members in ended]
     groups = [_group(members, view, baseline, runs) for members, suite in grouped for view in suite.views()]
     family = correct([row.comparison for group in groups for row in group.rows if row.comparison])
@@ -239,7 +239,7 @@ def load_cells(out: Path) -> list[Stored]:
     return cells
 
 
-def _grouped(cells: Sequence[Stored], runs: Sequence[Mapping[str, Any]]) -> list[list[Stored]]:
+def _comparable(cells: Sequence[Stored], runs: Sequence[Mapping[str, Any]]) -> list[list[Stored]]:
     """Cells that differ only in attention and seed, together; ordered as they were run."""
     groups: dict[str, list[Stored]] = {}
     for cell in cells:
@@ -296,13 +296,13 @@ def _group(members: Sequence[Stored], suite: Suite, baseline: str, runs: Sequenc
                 comparison,
                 words,
                 estimate([r["seconds"] for r in done]).mean,
-                suite.printed(first["task"], attention).get("value"),
-                suite.printed(first["task"], attention).get("spread"),
+                suite.paper_value(first["task"], attention).get("value"),
+                suite.paper_value(first["task"], attention).get("spread"),
                 reproduce({**first, "attention": attention}, seeds, suite),
                 dict(sorted(own.items())),
             )
         )
-    settings = ", ".join(f"{key}={write_value(value)}" for key, value in suite.changed(first["options"]).items())
+    settings = ", ".join(f"{key}={write_value(value)}" for key, value in suite.changes(first["options"]).items())
     chosen = first["options"].get("select", suite.info.get("selection"))
     selection = SELECTIONS.get(chosen, UNKNOWN_SELECTION)
     items = _items(by_attention, names, suite, baseline)
@@ -361,7 +361,7 @@ def order(found: Iterable[str], baseline: str, runs: Sequence[Mapping[str, Any]]
 # --- words --------------------------------------------------------------------------------------------------------
 
 
-def printed(row: Row) -> str:
+def paper_text(row: Row) -> str:
     """The paper's figure with its spread: "0.069 ± 0.002"."""
     return number(row.paper) + ("" if row.paper_spread is None else f" ± {number(row.paper_spread)}")
 
@@ -393,13 +393,13 @@ def number(value: float | None) -> str:
     return f"−{text}" if value < 0 else text
 
 
-def signed(value: float | None) -> str:
+def with_sign(value: float | None) -> str:
     text = number(value)
     return f"+{text}" if value is not None and value > 0 else text
 
 
 def interval(of: Estimate, signs: bool = False) -> str:
-    write = signed if signs else number
+    write = with_sign if signs else number
     return f"{write(of.low)} to {write(of.high)}" if of.has_interval else "–"
 
 
@@ -416,7 +416,7 @@ def gain(row: Row) -> str:
     shown = interval(row.difference, signs=True)
     if row.comparison.test == "sign":
         shown = f"{row.comparison.wins} won, {row.comparison.losses} lost"
-    return signed(row.difference.mean) + (f" ({shown})" if shown != "–" else "")
+    return with_sign(row.difference.mean) + (f" ({shown})" if shown != "–" else "")
 
 
 def spread(found: Estimate) -> str:

@@ -73,11 +73,11 @@ class Suite:
             changed = {key: other.get(key, getattr(self, key)) for key in ("unit", "higher_is_better")}
             yield replace(self, metric=other["metric"], **changed)
 
-    def changed(self, options: Mapping[str, Any]) -> dict[str, Any]:
+    def changes(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Those of a cell's options that are not at their default; an option that the suite has lost is left out."""
         return {k: v for k, v in options.items() if k in self.options and self.options[k]["default"] != v}
 
-    def printed(self, task: str, attention: str) -> Mapping[str, float | None]:
+    def paper_value(self, task: str, attention: str) -> Mapping[str, float | None]:
         """The "value" and the "spread" of this metric in the paper's table; empty if it has none."""
         values: Mapping[str, float | None] = (
             self.paper.get("values", {}).get(self.metric, {}).get(task, {}).get(attention, {})
@@ -372,7 +372,7 @@ class Plan:
         for seed, task, values, attention in grid:
             options = dict(zip(self.settings, values, strict=True))
             cell = Cell(self.suite.name, task, attention, seed, self.smoke, self.data, options, out, self.tasks[task])
-            found.append(_placed(cell))
+            found.append(_place(cell))
         return found
 
 
@@ -395,7 +395,7 @@ def cell_id(cell: Cell) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _placed(cell: Cell) -> Cell:
+def _place(cell: Cell) -> Cell:
     readable = re.sub(r"[^\w.+=-]+", "_", f"{cell.task}-{cell.attention}-seed{cell.seed}")
     readable = readable[:80].encode()[:200].decode(errors="ignore")  # a file name has 255 bytes
     return replace(cell, workdir=cell.workdir / "cells" / f"{readable}-{cell_id(cell)[:8]}" / "work")
@@ -434,7 +434,7 @@ def reproduce(cell: Mapping[str, Any], seeds: Iterable[int], suite: Suite) -> st
     words += ["--seeds", write_seeds(seeds)]
     words += ["--smoke"] if cell["smoke"] else []
     words += ["--data", cell.get("data_path") or "FOLDER"] if cell["data"] else []
-    for key, value in suite.changed(cell["options"]).items():
+    for key, value in suite.changes(cell["options"]).items():
         words += ["--set", f"{key}={write_value(value)}"]
     return portable(words)
 

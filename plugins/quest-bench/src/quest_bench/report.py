@@ -64,7 +64,7 @@ def write_report(out: Path, baseline: str) -> Path:
     if any(out.glob("cells/*")):  # else results.parquet is what the report is made from
         store.write_table(load_cells(out), out / "results.parquet")
     write_text(out / "report.md", _render("report.md.j2", facts))
-    packed = {"script": _script() if facts["specs"] else "", "specs": _packed(_drawn(facts["specs"]))}
+    packed = {"script": _script() if facts["specs"] else "", "specs": _pack(_charts_json(facts["specs"]))}
     page = out / "report.html"
     write_text(page, _render("report.html.j2", facts | packed))
     return page
@@ -80,11 +80,11 @@ def write_page(results: Path, out: Path, baseline: str) -> None:
     for plot in facts["plots"]:
         if isinstance(plot, Picture):
             (out / "report" / plot.file).write_bytes(plot.data)
-    write_text(out / "charts.js", f"reportCharts = {_drawn(facts['specs'])};\n")
+    write_text(out / "charts.js", f"reportCharts = {_charts_json(facts['specs'])};\n")
     write_text(out / "report.md", _render("report.md.j2", facts | {"site": True, "created": ""}))
 
 
-def _drawn(specs: Sequence[Mapping[str, Any]]) -> str:
+def _charts_json(specs: Sequence[Mapping[str, Any]]) -> str:
     """The specifications of all charts and both themes as JSON."""
     content = {"specs": specs, "light": charts.theme(False), "dark": charts.theme(True)}
     return json.dumps(content, separators=(",", ":"))
@@ -119,7 +119,7 @@ def _facts(out: Path, baseline: str) -> dict[str, Any]:
         "diverged": sum(row.failed for group in found if group.first_metric for row in group.rows)
         - sum(c.state == "failed" for c in cells),
         "causes": store.causes(cells),
-        "mixed": mixed(cells),
+        "mixed": mixtures(cells),
         "devices": sorted({cell.result["device"] for cell in cells if cell.result}),
         "baseline": baseline,
         "family": f"{tested} comparison{'s' * (tested != 1)}",
@@ -139,14 +139,14 @@ def _render(template: str, facts: Mapping[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    names = ["number", "signed", "interval", "seconds", "cell", "spread", "mean", "gain", "printed", "paper_words"]
-    environment.filters.update({name: getattr(groups, name) for name in names})
+    own = ["number", "with_sign", "interval", "seconds", "cell", "spread", "mean", "gain", "paper_text", "paper_words"]
+    environment.filters.update({name: getattr(groups, name) for name in own})
     environment.filters.update(p=write_p, base64=lambda data: base64.b64encode(data).decode())
     environment.globals.update(last_line=store.last_line)
     return environment.get_template(template).render(facts)
 
 
-def mixed(cells: Sequence[Stored]) -> dict[str, dict[str, list[str]]]:
+def mixtures(cells: Sequence[Stored]) -> dict[str, dict[str, list[str]]]:
     """Package, "machine", "threads" or "device" -> the values of finished cells -> the attentions of these cells.
 
     Mixed values deserve a remark: a difference between attentions may be one between commits or machines.
@@ -172,10 +172,10 @@ def mixed(cells: Sequence[Stored]) -> dict[str, dict[str, list[str]]]:
 @functools.cache
 def _script() -> str:
     """The library that draws the charts in the page; bundling it takes over a second."""
-    return _packed(javascript())
+    return _pack(javascript())
 
 
-def _packed(text: str) -> str:
+def _pack(text: str) -> str:
     """Text as base64 of gzip, which the page unpacks itself (DecompressionStream)."""
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 

@@ -214,7 +214,7 @@ def read_run(out: Path) -> list[dict[str, Any]]:
 
 def write_run(out: Path, run: Mapping[str, Any]) -> None:
     """Record a command in run.json, in the place of an earlier record with the same `id`."""
-    with locked(out):
+    with lock(out):
         runs = read_run(out)
         places = [place for place, other in enumerate(runs) if other.get("id") == run["id"]]
         if places:
@@ -258,7 +258,7 @@ def holder(folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def locked(out: Path) -> Iterator[None]:
+def lock(out: Path) -> Iterator[None]:
     """Hold the lock of a folder's run.json, which several orchestrators may share."""
     out.mkdir(parents=True, exist_ok=True)
     with (out / ".lock").open("w") as file:

@@ -24,7 +24,7 @@ def average(paths: Sequence[Path]) -> dict[str, Any]:
     """
     first, *others = states = [torch.load(path, map_location="cpu") for path in paths]
     for path, state in zip(paths[1:], others, strict=True):
-        one, other = map(_described, (first, state))
+        one, other = map(_describe, (first, state))
         if differ := {name for name in one | other if one.get(name) != other.get(name)}:
             name = min(differ, key=lambda name: (not name.endswith(ENTRY), name))
             raise CheckpointError(
@@ -39,7 +39,7 @@ def average(paths: Sequence[Path]) -> dict[str, Any]:
     return {**first, "model": mean}
 
 
-def _described(state: dict[str, Any]) -> dict[str, str]:
+def _describe(state: dict[str, Any]) -> dict[str, str]:
     """Return the shape, or the attention that it names, of every tensor of a checkpoint's model."""
     named = {name: f"'{decode(x)}'" for name, x in state["model"].items() if name.endswith(ENTRY)}
     return {name: f"of shape {list(x.shape)}" for name, x in state["model"].items()} | named

@@ -39,7 +39,7 @@ class GraphAttention(TorchAttention):
         if plain and key_padding_mask is not None and self._may_pack(query, key_padding_mask):
             plan = ragged_plan(key_padding_mask, self.head_dim, always=self.packing == "always")
             if plan is not None:
-                return self._packed(query, ~key_padding_mask, plan), None
+                return self._pack(query, ~key_padding_mask, plan), None
         return super().forward(query, key, value, key_padding_mask, **options)
 
     def _may_pack(self, x: Tensor, hidden: Tensor) -> bool:
@@ -50,7 +50,7 @@ class GraphAttention(TorchAttention):
         known = hidden.dtype == torch.bool and is_eager() and may_read(hidden, waits=True)
         return plain and known and not whole and self.packing != "never" and not (extended or keeps_stream)
 
-    def _packed(self, x: Tensor, real: Tensor, plan: PackingPlan) -> Tensor:
+    def _pack(self, x: Tensor, real: Tensor, plan: PackingPlan) -> Tensor:
         """Return [B, N, E] of x [B, N, E], computed only at the real nodes and zero elsewhere."""
         nodes = nn.functional.linear(x[real], self.in_proj_weight, self.in_proj_bias)  # [T, (H + 2·G)·D]
         parts = nodes.split(self.head_sizes.widths, dim=-1)

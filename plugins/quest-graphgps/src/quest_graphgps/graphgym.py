@@ -134,7 +134,7 @@ def _load_in_own_words(stock: Stock, *arguments: Any, **options: Any) -> Any:
         return stock(*arguments, **options)
 
 
-def requested(cfg: Any) -> Request | None:
+def read_request(cfg: Any) -> Request | None:
     """Return what a config asks for; None means the stock model.
 
     Raises:
@@ -175,7 +175,7 @@ def _check_when_merged(adapter: Adapter, stock: Stock, cfg: Any) -> None:
     """load_cfg calls assert_cfg last: before a main deletes the folder of the previous run and reads the data."""
     stock(cfg)
     watching.read(cfg)
-    asked, mode = requested(cfg), cfg.train.get("mode", "standard")  # of GraphGPS only
+    asked, mode = read_request(cfg), cfg.train.get("mode", "standard")  # of GraphGPS only
     if asked and cfg.model.type == "GPSModel":
         gt = cfg.gt
         attn = nn.MultiheadAttention(gt.dim_hidden, gt.n_heads, dropout=gt.attn_dropout, device="meta")
@@ -212,7 +212,7 @@ def _name_after_attention(stock: Stock, out_dir: str, fname: str) -> None:
     """set_out_dir makes the folder of a run, and deletes one of this name: one attention must not delete another's."""
     from torch_geometric.graphgym.config import cfg, get_fname
 
-    asked = requested(cfg)
+    asked = read_request(cfg)
     stock(out_dir, f"{get_fname(fname)}-{_tag(asked)}" if asked else fname)
 
 
@@ -223,7 +223,7 @@ def _tag(asked: Request) -> str:
 
 def _inject_when_built(stock: Stock, self: Any, dim_in: int, dim_out: int, cfg: Any) -> None:
     """GraphGymModule builds the network of the config; all attention in it is then replaced at once."""
-    asked = requested(cfg)
+    asked = read_request(cfg)
     stock(self, dim_in, dim_out, cfg)
     if asked:
         with _own_words(cfg):
@@ -233,7 +233,7 @@ def _inject_when_built(stock: Stock, self: Any, dim_in: int, dim_out: int, cfg: 
 
 def _keep_own_attention(stock: Stock, cfg: Any) -> Any:
     """load_pretrained_model_cfg copies the pretrained run's whole nodes over the user's, who may have named another."""
-    keys = KEYS if requested(cfg) else ("attention_from",)  # which belongs to this run in any case
+    keys = KEYS if read_request(cfg) else ("attention_from",)  # which belongs to this run in any case
     own = {section: {key: cfg[section][key] for key in keys} for section in SECTIONS}
     cfg = stock(cfg)
     for section, values in own.items():

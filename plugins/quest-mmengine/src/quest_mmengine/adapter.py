@@ -73,16 +73,16 @@ class MmengineAdapter(Adapter):
         `uninstall` leaves the types of the plugin's scope in mmengine's registry.
         """
 
-        def checked(stock: Callable[..., Any], runner: Any, *arguments: Any, **options: Any) -> Any:
+        def check_runner(stock: Callable[..., Any], runner: Any, *arguments: Any, **options: Any) -> Any:
             """Make a runner after checking its config and its model."""
             given = inspect.signature(stock).bind(runner, *arguments, **options).arguments
             model = given["model"]
             self.check(given.get("cfg") or {}, model)
-            if isinstance(model, Mapping) and any(self.offered(model)):
+            if isinstance(model, Mapping) and any(self.offers(model)):
                 rehearse(lambda: self.models.build(copy.deepcopy(model)))
             return stock(runner, *arguments, **options)
 
-        def loaded(stock: Callable[..., None], module: nn.Module, state_dict: Any, *rest: Any, **o: Any) -> None:
+        def load(stock: Callable[..., None], module: nn.Module, state_dict: Any, *rest: Any, **o: Any) -> None:
             """Load a checkpoint, unless it names an attention and the model has the host's own."""
             entries = {key: x for key, x in state_dict.items() if key.endswith(ENTRY)}
             if entries and not any(isinstance(part, CheckpointGuard) for part in module.modules()):
@@ -101,9 +101,9 @@ class MmengineAdapter(Adapter):
             stock(config, options, *rest, **o)
 
         for kind in (Runner, FlexibleRunner):
-            self.patches.around(kind, "__init__", checked)
+            self.patches.around(kind, "__init__", check_runner)
         self.patches.around(BaseInferencer, "_init_model", inferring)
-        self.patches.around(checkpoint, "load_state_dict", loaded)
+        self.patches.around(checkpoint, "load_state_dict", load)
         self.patches.around(Config, "merge_from_dict", merge)
         for module, table, formulas in COUNTERS:
             self.patches.when_imported(module, functools.partial(self._count, module, table, formulas))
@@ -131,12 +131,12 @@ class MmengineAdapter(Adapter):
                 config = drafts[layer.cross_attn].attn.config
                 if why := moves(config):
                     raise UnsupportedError(f"attention '{config}' cannot be used at '{path}.cross_attn': {why}")
-        for module in _initialized(model):
+        for module in _initializers(model):
             if any(inner in drafts for inner in module.modules()):
                 drafts.setdefault(module, draft(module)).init_weights = functools.partial(_init_weights, module)
 
     @classmethod
-    def offered(cls, config: Any, at: str = "") -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    def offers(cls, config: Any, at: str = "") -> Iterator[tuple[str, Mapping[str, Any], str]]:
         """Yield path, mapping and class of each part of a model's config, itself `at` a path, that has a type of ours.
 
         Raises ConfigError where a class of the host itself is given an attention. Some of them ignore unknown keys.
@@ -159,7 +159,7 @@ class MmengineAdapter(Adapter):
         name = f"{cls.package}.{kind.__name__}"
         known = {key for base in kind.__mro__ for key in inspect.signature(base.__init__).parameters}
         request = Request.read(options, name, options.keys() - known - {"type"})
-        inner = [(path, part.get("attention")) for path, part, _ in cls.offered(options) if path]
+        inner = [(path, part.get("attention")) for path, part, _ in cls.offers(options) if path]
         parts = [(path, AttentionConfig.parse(own)) for path, own in inner if own is not None]
         if request is None and not parts:
             raise ConfigError(
@@ -186,7 +186,7 @@ class MmengineAdapter(Adapter):
         """
         given, built = config.get("attention"), set()
         for part in (config.get("model"), model):
-            for _, options, name in cls.offered(part, "model"):
+            for _, options, name in cls.offers(part, "model"):
                 request = cls.read(options, cls.models.get(name))
                 built |= {str(request.attention)} if request else set()
         if given is None:
@@ -231,13 +231,13 @@ class Accepts:
         super().__setattr__(name, value)
 
 
-def _initialized(model: nn.Module) -> Iterator[nn.Module]:
+def _initializers(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules whose `init_weights` no other one calls."""
     if isinstance(model, BaseModule):
         yield model
     else:
         for child in model.children():
-            yield from _initialized(child)
+            yield from _initializers(child)
 
 
 def _init_weights(model: Any) -> None:

@@ -26,7 +26,7 @@ from .layers import (
     PretrainAttention,
     WindowMSA,
     lay_out,
-    placed,
+    mechanisms_with_places,
 )
 from .registry import MODELS
 
@@ -179,7 +179,7 @@ def _connect(
     `prefix` tokens are off the grid, `last` of them at the end of the sequence; `trained` is as in `lay_out`.
     """
     made = [drafts[module] for module in owner.modules() if module in drafts]
-    found = [mechanism for one in made for mechanism in placed(one)]
+    found = [mechanism for one in made for mechanism in mechanisms_with_places(one)]
     if found or "forward" in vars(called):  # of a former injection
         drafts[called] = draft(called)
     if found:

@@ -27,7 +27,7 @@ from quest_core.projections import Packed, Separate
 from quest_mmengine.layers import PackedAttention, WindowAttention, Wrapping
 
 
-def placed(module: nn.Module) -> Iterator[Mechanism]:
+def mechanisms_with_places(module: nn.Module) -> Iterator[Mechanism]:
     """Yield the mechanisms in `module` with biases for places: on a grid (aft-conv), or by number (aft-full)."""
     for found in module.modules():
         if isinstance(found, Mechanism) and (found.on_grid or (found.family is not None and "order" in found.reads)):
@@ -44,7 +44,7 @@ def lay_out(module: nn.Module, grid: tuple[int, int], trained: tuple[int, int] |
     Raises:
         InputError: such biases would be those of other patches.
     """
-    for found in placed(module):
+    for found in mechanisms_with_places(module):
         if found.on_grid:
             found.family.grid = grid  # type: ignore[union-attr,assignment]
         elif grid != trained:

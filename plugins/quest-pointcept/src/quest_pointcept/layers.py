@@ -150,7 +150,7 @@ class SerializedAttention(HostAttention):
             q, k = self.rotate(q, k, coord[take])  # type: ignore[index]
             v = v.to(q.dtype)  # the angles are float32, whatever the features are
         dropout_p = rate(self.attn_drop) if self.training else 0.0
-        with self._precision(q), self._arranged(take, give, patches):
+        with self._precision(q), self._arrangement(take, give, patches):
             if self.upcast:
                 q, k, v = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in (q, k, v))
             if self.packed and not self.chained:
@@ -177,7 +177,7 @@ class SerializedAttention(HostAttention):
             return torch.autocast("cuda", dtype=self.flash_dtype)
         return nullcontext()
 
-    def _arranged(self, take: Tensor, give: Tensor, patches: Patches) -> AbstractContextManager[Any]:
+    def _arrangement(self, take: Tensor, give: Tensor, patches: Patches) -> AbstractContextManager[Any]:
         """Lets elliptical scores compare the values of the same point, which every block puts into another slot."""
         if not self.chained:
             return nullcontext()

@@ -30,7 +30,7 @@ def text(name: str, doc: str, default: str | None = "") -> Option:
     return option if default is not None else {**option, "nullable": True}
 
 
-def timed(summary: str, tasks: list[str], rounds: int, *options: Option, least: bool = False) -> dict[str, Any]:
+def timing_suite(summary: str, tasks: list[str], rounds: int, *options: Option, least: bool = False) -> dict[str, Any]:
     """Return a suite whose function returns `quest_suites.timing.beside_stock`.
 
     Args:

@@ -164,7 +164,7 @@ def _build_with_attention(
         )
     reports = []
 
-    def injected(*given: Any, **named: Any) -> nn.Module:
+    def build(*given: Any, **named: Any) -> nn.Module:
         model = model_cls(*given, **named)
         try:
             _, report = inject(model, adapter=adapter, fresh=True, **{**vars(request), "allow_partial": False})
@@ -174,7 +174,7 @@ def _build_with_attention(
         reports.append(report)
         return model
 
-    made = stock(injected, variant, pretrained, *arguments, **options)
+    made = stock(build, variant, pretrained, *arguments, **options)
     setattr(made, REPORT, reports[0])  # features_only has wrapped the model
     reports[0].announce()
     return made

@@ -93,7 +93,7 @@ class TransformersAdapter(Adapter):
         name: str = made.config._attn_implementation
         return name if made.rules.prepares and name not in NAMES else super().kernel(site, made)
 
-    def projected(self, module: nn.Module) -> list[Projected]:
+    def projections(self, module: nn.Module) -> list[Projected]:
         """Return a view of the module's parameters, because a replacement keeps its host's class."""
         return [] if examine(module).projections is None else [View.of(module)]
 

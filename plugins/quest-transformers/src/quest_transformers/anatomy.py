@@ -51,7 +51,7 @@ class Anatomy:
     projections: Projections | None
 
 
-def _named(module: nn.Module) -> tuple[str, ...]:
+def _names(module: nn.Module) -> tuple[str, ...]:
     """The functions and attributes that the source of a module's forward names."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return () if code is None else code.co_names
@@ -65,19 +65,19 @@ def _scales_queries(module: nn.Module) -> bool:
 
 def turns(module: nn.Module) -> bool:
     """Whether a module's forward turns queries and keys by their positions."""
-    return any(name.startswith("apply_rotary") for name in _named(module))
+    return any(name.startswith("apply_rotary") for name in _names(module))
 
 
 def regroups(module: nn.Module) -> bool:
     """Whether a module's forward reads from its key projection how many key/value heads there are."""
-    names = _named(module)  # T5 names its heads only for the position bias
+    names = _names(module)  # T5 names its heads only for the position bias
     counts = not hasattr(module, "has_relative_attention_bias") and not set(_HEADS).isdisjoint(names)
     return not counts or any(name.startswith("num_key_value") for name in names)
 
 
 def is_attention(module: nn.Module) -> bool:
     """Whether a module's forward calls the function that its config names."""
-    names = _named(module)
+    names = _names(module)
     return "_attn_implementation" in names and "ALL_ATTENTION_FUNCTIONS" in names and hasattr(module, "config")
 
 
@@ -177,7 +177,7 @@ def unscalable(module: nn.Module) -> str | None:
 
 def mend(module: Any) -> str | None:
     """Return what to change in a module that computes eager attention without AttentionInterface; None for others."""
-    if "get_interface" not in _named(module):  # code for transformers 4, which calls it by a name of its own
+    if "get_interface" not in _names(module):  # code for transformers 4, which calls it by a name of its own
         return "let its forward call ALL_ATTENTION_FUNCTIONS.get_interface"
     written_out = getattr(module, "reorder_and_upcast_attn", False)  # GPT-2
     return "build the model with reorder_and_upcast_attn=False" if written_out else None

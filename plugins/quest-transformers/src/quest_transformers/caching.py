@@ -73,7 +73,7 @@ def announce(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -
     if isinstance(cache, EncoderDecoderCache):
         updated = rules.cross and cache.is_updated.get(index, False)
         # A module of another attention that reads keys of a cross-attention cache has been refused in the decoder.
-        if rules.cross and not _marked(cache.self_attention_cache, index):
+        if rules.cross and not _has_mark(cache.self_attention_cache, index):
             return None
         cache = cache.cross_attention_cache if rules.cross else cache.self_attention_cache
     elif rules.cross:
@@ -103,7 +103,7 @@ def _layer(cache: Any, index: int) -> Any:
     return cache.layers[index] if index < len(cache.layers) else None
 
 
-def _marked(cache: Any, index: int) -> bool:
+def _has_mark(cache: Any, index: int) -> bool:
     return index < len(cache.layers) and hasattr(cache.layers[index], MARK)
 
 

@@ -19,7 +19,7 @@ from quest_core.projections import Projected
 
 from .anatomy import is_attention, role
 from .choice import Choice
-from .configs import asked_by, asked_for, attention_of
+from .configs import attention_of, choice_for, choice_of
 from .examples import Example
 
 
@@ -60,8 +60,8 @@ class Chosen(Adapter):
     def kernel(self, site: Site, made: nn.Module) -> str:
         return self.adapter.kernel(site, made)
 
-    def projected(self, module: nn.Module) -> list[Projected]:
-        views = self.adapter.projected(module)
+    def projections(self, module: nn.Module) -> list[Projected]:
+        views = self.adapter.projections(module)
         for view in views:
             if not any(module is made for made in self.new):
                 view.config = view.config.without_initial_norms()
@@ -99,7 +99,7 @@ def fulfil(
         example: inputs of the caller's for that run.
         options: `attention_from` and `allow_partial` of quest_core.inject.
     """
-    asked = choice or asked_by(model.config)
+    asked = choice or choice_of(model.config)
     if asked is None and not parts and not any(_asks(part) for part in model.modules()):
         return False  # and a model of which nothing is asked is not looked at
     chosen: dict[str, AttentionConfig] = {}
@@ -108,7 +108,7 @@ def fulfil(
     for site in adapter.sites(model):
         module: Any = site.module
         held: Any = getattr(module, "mechanism", None)
-        own = choice or (parts or {}).get(site.path) or (asked_for(model, module) if held is None else None)
+        own = choice or (parts or {}).get(site.path) or (choice_for(model, module) if held is None else None)
         if own is None and held is None:
             kept.append(site.path)
             continue
@@ -146,7 +146,7 @@ def fulfil(
                 f"{', '.join(map(str, configs))}"
             )
         # inject links layers if its own argument is chained, and refuses one with a start for trained weights.
-        main = max(configs, key=lambda config: (not fresh and bool(config.initial_norms), _chained(config)))
+        main = max(configs, key=lambda config: (not fresh and bool(config.initial_norms), _is_chain(config)))
         some = Chosen(adapter, chosen, apart, scales=fresh and not loads)
         before = {id(part) for part in model.modules()}
         _, report = inject(model, main, adapter=[some, *others], fresh=fresh, **options)
@@ -156,7 +156,7 @@ def fulfil(
     return changed
 
 
-def _chained(config: AttentionConfig) -> bool:
+def _is_chain(config: AttentionConfig) -> bool:
     return any(part.chained for part in config.components)
 
 

@@ -20,7 +20,7 @@ from quest_core.errors import CheckpointError
 from quest_core.mechanism import Mechanism
 
 from .anatomy import is_attention, role
-from .configs import asked_by, asked_for
+from .configs import choice_for, choice_of
 from .layers import has_mechanism
 
 
@@ -31,9 +31,9 @@ def fits(model: Any, stored: Mapping[str, Tensor], attention_from: AttentionConf
         model: with the host's own modules.
         stored: the entries of a checkpoint that name its attention.
     """
-    choices = [(part, asked_for(model, part)) for part in model.modules() if is_attention(part)]
+    choices = [(part, choice_for(model, part)) for part in model.modules() if is_attention(part)]
     wanted = {choice.of(role(part)) for part, choice in choices if choice is not None}
-    if not choices and (choice := asked_by(model.config)) is not None:
+    if not choices and (choice := choice_of(model.config)) is not None:
         wanted = {choice.decoder}
     special = sorted((config for config in wanted if not config.is_standard), key=str)
     for key, entry in entries(stored).items():

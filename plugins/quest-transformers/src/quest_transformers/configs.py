@@ -108,19 +108,19 @@ def _set_attention(config: Any, attention: Any) -> None:
         config.__dict__.pop(KEY, None)
 
 
-def asked_by(config: Any) -> Choice | None:
+def choice_of(config: Any) -> Choice | None:
     """Return what a config asks for."""
     text = attention_of(config)
     return None if text is None else Choice.parse(text)
 
 
-def asked_for(model: Any, module: Any) -> Choice | None:
+def choice_for(model: Any, module: Any) -> Choice | None:
     """Return what the configs of a model ask for one of its attention modules.
 
     The config of the model decides if it does not hold the module's, which a constructor has made then.
     """
     held = {type(part) for part in parts_of(model.config)}
-    return asked_by(module.config) or (None if type(module.config) in held else asked_by(model.config))
+    return choice_of(module.config) or (None if type(module.config) in held else choice_of(model.config))
 
 
 def write_configs(model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
@@ -138,7 +138,7 @@ def write_configs(model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
             found: list[Any] = [part for part in parts if is_attention(part) or hasattr(part, "mechanism")]
             if not found or not all(hasattr(part, "mechanism") for part in found):
                 continue  # parts of it have configs of their own
-            choice = asked_by(module.config)
+            choice = choice_of(module.config)
             if not (choice and all(choice.of(role(part)) == part.mechanism.config for part in found)):
                 text = _summary(found)
                 name = interface_of(module, Choice.parse(text)) if text else INTERFACE

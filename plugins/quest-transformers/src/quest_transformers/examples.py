@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers.modeling_utils import PreTrainedModel
 
 from quest_core.errors import InjectionError
-from quest_core.hosts.sites import evaluating, undisturbed
+from quest_core.hosts.sites import evaluating, restoring
 
 from .inputs import TRIES, inputs
 
@@ -60,7 +60,7 @@ class Example:
         for part in self._around(path):
             for number in range(TRIES):
                 if (part, number) not in self.failed:
-                    reached = self._tried(part, number)
+                    reached = self._try(part, number)
                     if path in reached:
                         self.runs.append((part, number))
                         return reached
@@ -79,13 +79,13 @@ class Example:
         inner = around[: around.index(models[0])]
         return models + [one for one in inner if not isinstance(self.modules[one], nn.ModuleList)]
 
-    def _tried(self, part: str, number: int) -> set[str]:
+    def _try(self, part: str, number: int) -> set[str]:
         """Return the paths of the modules that run; if the run fails, none, and `failed` says why."""
         self.failed[part, number] = "it runs, and does not reach it"
         ran: set[nn.Module] = set()
         handle = register_module_forward_pre_hook(lambda module, _: ran.add(module))
         try:
-            with undisturbed(self.modules[part]):
+            with restoring(self.modules[part]):
                 self._run(part, number)
         except Exception as error:  # whatever a model raises on inputs that do not suit it
             self.failed[part, number] = " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -190,7 +190,7 @@ def attend(
     unit_keys = step is not None and step.keys is key
     collected = _active_collector.get()  # what the call of the model records
     wanted = options.get("output_attentions") or (collected and any(one.endswith("attentions") for one in collected))
-    own = [] if mechanism.monitor is None else _hidden(name, key, attention_mask, options)
+    own = [] if mechanism.monitor is None else _unknown_arguments(name, key, attention_mask, options)
     watched = bool(own) and rules.prepares and name not in NAMES  # the host's function does what we cannot
     instead = mechanism.monitor is not None and not watched
     if not rules.prepares or name in NAMES or instead or (wanted and name == "sdpa"):
@@ -215,7 +215,7 @@ def attend(
     return function(module, query, key, value, attention_mask, *arguments, **options)  # type: ignore[no-any-return]
 
 
-def _hidden(name: str, key: Tensor, mask: Any, options: Any) -> list[str]:
+def _unknown_arguments(name: str, key: Tensor, mask: Any, options: Any) -> list[str]:
     """Return the arguments of a call by which only the host's function knows its weights, or which keys it hides."""
     found = [each for each in _REFUSED if options.get(each) is not None]
     if name not in ("eager", "sdpa"):  # whose masks say all
@@ -242,7 +242,7 @@ def _show(
         if name != "eager" and "cache" not in own and "sinks" not in own:
             why += "; set_attn_implementation('eager') lets it be seen"
         for layer in module.mechanism.monitor:
-            layer.missed(why)
+            layer.miss(why)
         return
     if mask is not None:
         mask = mask[..., : key.shape[2]]
@@ -279,7 +279,7 @@ def refuse_eager(module: Any, arguments: Any) -> None:
     if not module.rules.untouched:
         raise UnsupportedError(why)
     for layer in module.mechanism.monitor or ():
-        layer.missed(why)
+        layer.miss(why)
 
 
 def attend_instead(
@@ -327,7 +327,7 @@ def attend_instead(
     if attention_mask is not None and getattr(attention_mask, "ndim", 0) != 4:
         raise InputError(
             f"{type(module).__name__} was given a mask of another implementation of attention ("
-            f"{_described(attention_mask)}, not [B, H, N, M]); use model.set_attn_implementation('sdpa')"
+            f"{_describe(attention_mask)}, not [B, H, N, M]); use model.set_attn_implementation('sdpa')"
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     implied = n > 1 and attention_mask is None and causal
@@ -341,7 +341,7 @@ def attend_instead(
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         attention_mask = hide_lowest(attention_mask)
     if position_bias is not None:
-        attention_mask = _biased(position_bias, attention_mask)
+        attention_mask = _add_bias(position_bias, attention_mask)
     call: dict[str, Any] = {"attn_mask": attention_mask, "is_causal": implied, "dropout_p": dropout}
     weights = None
     if wanted:
@@ -371,7 +371,7 @@ _IGNORED = {
 """Options that change nothing here: what they say is in the mask too, or for another function only."""
 
 
-def _described(mask: Any) -> str:
+def _describe(mask: Any) -> str:
     return f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
 
 
@@ -394,7 +394,7 @@ def _hide_queries(mask: Tensor) -> Tensor:
     return mask.masked_fill(~real, -torch.inf)
 
 
-def _biased(bias: Tensor, mask: Tensor | None) -> Tensor:
+def _add_bias(bias: Tensor, mask: Tensor | None) -> Tensor:
     """Add a learned bias, which hides nothing, to a mask. T5's is not contiguous."""
     if mask is not None:
         bias = torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask

@@ -30,7 +30,7 @@ from .caching import LAYERS, keep_unit_keys
 from .choice import Choice
 from .chosen import fulfil
 from .comparing import entries_in, fits, load_mechanisms, take_unexpected, verify
-from .configs import KEY, as_text, asked_by, attention_of, interface_of, parse, parts_of
+from .configs import KEY, as_text, attention_of, choice_of, interface_of, parse, parts_of
 from .layers import INTERFACE, NAMES, WHOLE_MASKS, dispatch, has_mechanism, mask, refuse, whole_mask
 
 
@@ -103,7 +103,7 @@ def _accept_names(stock: Any, model: Any, requested_attention: str | None, *argu
     """Check a name, which happens before a model's modules are built."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    asked = asked_by(model.config)
+    asked = choice_of(model.config)
     if requested_attention in (None, *NAMES) and asked is not None:
         name = interface_of(model, asked)
         return name if name in NAMES else stock(model, None, *arguments, **options)
@@ -199,7 +199,7 @@ def _inject_instead(
     if isinstance(given, Mapping):
         parts, given = _chosen_parts(model, given)
     elif choice is None and model.config._attn_implementation in NAMES:
-        raise _kept(model.config, given)
+        raise _refusal(model.config, given)
     if choice is not None or parts:
         fulfil(adapter, model, fresh=False, choice=choice, parts=parts, allow_partial=allow_partial)
     if choice is None and given != {}:
@@ -241,7 +241,7 @@ def _chosen_parts(model: Any, given: Mapping[str, Any]) -> tuple[dict[str, Choic
         choice = parse(value)
         if choice is None:
             if any(part._attn_implementation in NAMES for part in parts):
-                raise _kept(config, value)
+                raise _refusal(config, value)
             return value
         if not paths:
             raise InjectionError(
@@ -255,7 +255,7 @@ def _chosen_parts(model: Any, given: Mapping[str, Any]) -> tuple[dict[str, Choic
     return chosen, left
 
 
-def _kept(config: Any, value: Any) -> UnsupportedError:
+def _refusal(config: Any, value: Any) -> UnsupportedError:
     return UnsupportedError(
         f"set_attn_implementation({value!r}): attention '{attention_of(config)}' takes the place of the host's "
         "function; set_attn_implementation('standard') gives this model standard attention"
@@ -324,7 +324,7 @@ def _compare(
         paths = [f"{site.path}.mechanism." for site in adapter.sites(model)]
         info.unexpected_keys = {key for key in info.unexpected_keys if not any(path in key for path in paths)}
     else:
-        if asked_by(model.config) is not None:
+        if choice_of(model.config) is not None:
             loading.stored, loading.missing = take_unexpected(model, info, stored), frozenset(info.missing_keys)
         loading.new = verify(model, info, {key: stored[key] for key in stored if key not in loading.stored})
     return info, *others
@@ -345,7 +345,7 @@ def _inject_loaded(adapter: Adapter, stock: Any, model: Any, *arguments: Any, **
     """End the loading: modules that were loaded as the host's own are replaced."""
     made = stock(model, *arguments, **options)
     loading = _loading.get()
-    late = asked_by(model.config) is not None and not has_mechanism(model)  # only a run finds its attention
+    late = choice_of(model.config) is not None and not has_mechanism(model)  # only a run finds its attention
     known = {path for path, part in model.named_modules() if isinstance(part, Mechanism)}
     if loading is not None and (loading.pending or loading.stored or late or loading.example is not None):
         fulfil(adapter, model, fresh=False, **loading.options)

@@ -127,10 +127,10 @@ def check_transfer(
         stock(model, weights_path, device, exclude_head)
         return
 
-    def taken(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def take(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: x for name, x in state.items() if not (exclude_head and "head" in name)}
 
-    own, given = taken(model.state_dict()), taken(stored)
+    own, given = take(model.state_dict()), take(stored)
     fits = {
         name: x
         for name, x in given.items()

@@ -72,9 +72,9 @@ class KeyScale(Score):
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # [B, G, M, 1]
         scale = self.running.to(norm.dtype, copy=True)  # the next step changes the buffer
         scale = torch.where(scale > 0, scale, 1)[:, None, None]  # [G, 1, 1]
-        return (self.sized(wide, norm / scale) * local(self.gain)).to(k.dtype)
+        return (self.resize(wide, norm / scale) * local(self.gain)).to(k.dtype)
 
-    def sized(self, k: Tensor, ratio: Tensor) -> Tensor:
+    def resize(self, k: Tensor, ratio: Tensor) -> Tensor:
         """Return k [B, G, M, D] with a norm that follows from ratio [B, G, M, 1], ‖k‖ / s_h."""
         return unit(k) * ratio
 
@@ -112,7 +112,7 @@ class FractionalKeyNorm(KeyScale):
         super().__init__(dims, scale=scale)
         self.alpha = nn.Parameter(torch.full((dims.kv_heads,), alpha))
 
-    def sized(self, k: Tensor, ratio: Tensor) -> Tensor:
+    def resize(self, k: Tensor, ratio: Tensor) -> Tensor:
         return unit(k) * ratio.clamp(1 / BOUND, BOUND).pow(local(self.alpha).to(k.dtype)[:, None, None])
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, *, head: Tensor, seen: Tensor) -> Tensor:

@@ -32,24 +32,24 @@ class QKRMSNorm(Standard):
         self.query_gain, self.key_gain = (nn.Parameter(torch.ones(*own, dims.head_dim)) for own in heads)  # [D], [H, D]
 
     def query(self, q: Tensor) -> Tensor:
-        return self.normalized(q, local(self.query_gain))
+        return self.normalize(q, local(self.query_gain))
 
     def key(self, k: Tensor) -> Tensor:
-        return self.normalized(k, local(self.key_gain))
+        return self.normalize(k, local(self.key_gain))
 
-    def normalized(self, x: Tensor, gain: Tensor) -> Tensor:
+    def normalize(self, x: Tensor, gain: Tensor) -> Tensor:
         """Return x [B, H, N, D], normalized and times gain [D] or [H, D], in the type of x."""
-        wide = self.centred(x.to(wider(x.dtype)))
+        wide = self.center(x.to(wider(x.dtype)))
         inverse = (wide.square().mean(self.axes, keepdim=True) + self.eps).rsqrt()
         return (wide * inverse * gain.to(wide.dtype).unsqueeze(-2)).to(x.dtype)
 
-    def centred(self, x: Tensor) -> Tensor:
+    def center(self, x: Tensor) -> Tensor:
         """Return what is divided by its root mean square."""
         return x
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, *, head: Tensor, seen: Tensor) -> Tensor:
         q, k = (
-            self.centred(x) / (self.centred(x).square().mean(self.axes, keepdim=True) + self.eps).sqrt() for x in (q, k)
+            self.center(x) / (self.center(x).square().mean(self.axes, keepdim=True) + self.eps).sqrt() for x in (q, k)
         )
         q, k = q * self.query_gain.unsqueeze(-2), k * self.key_gain.unsqueeze(-2)
         return q @ k[:, head].mT * self.scale(q.shape[-1])
@@ -73,5 +73,5 @@ class QKLayerNorm(QKRMSNorm):
     LN subtracts the mean of a head's features, and divides by their deviation. It has no bias.
     """
 
-    def centred(self, x: Tensor) -> Tensor:
+    def center(self, x: Tensor) -> Tensor:
         return x - x.mean(-1, keepdim=True)

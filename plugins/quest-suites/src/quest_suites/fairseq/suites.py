@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quest_suites.declaring import choice, number, papers, timed, whole
+from quest_suites.declaring import choice, number, papers, timing_suite, whole
 
 _METRICS = ("validation perplexity", *(f"perplexity with {percent} % swapped" for percent in (1.5, 2.5, 5)))
 _UPDATES = whole("updates", None, "training steps; null: as many as the shipped yaml says", nullable=True)
@@ -58,7 +58,7 @@ SUITES: dict[str, dict[str, Any]] = {
             choice("parts", ("all", "self", "cross"), "attention to replace; the rest stays standard"),
         ],
     },
-    "time/fairseq": timed(
+    "time/fairseq": timing_suite(
         "a training step of a language model, and decoding 64 tokens, against fairseq's transformer_lm, in turns",
         ["wikitext103-small", "pydocs", "decode"],
         10,

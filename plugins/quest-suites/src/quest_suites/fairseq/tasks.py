@@ -192,7 +192,7 @@ def train(cfg: DictConfig) -> None:
     main(cfg)
 
 
-def parsed(tool: str, given: Sequence[str]) -> DictConfig:
+def parse(tool: str, given: Sequence[str]) -> DictConfig:
     """Return the command line of a tool of fairseq as its function reads it; `tool` is training, eval_lm, ..."""
     from fairseq import options
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
@@ -245,7 +245,7 @@ def perplexity(
     given += ["--batch-size", "32", "--required-batch-size-multiple", "1", "--no-progress-bar", "--log-format", "none"]
     given += ["--post-process", post_process] if post_process else []
     given += ["--cpu"] if cpu else []
-    return float(main(parsed("eval_lm", given))["perplexity"])
+    return float(main(parse("eval_lm", given))["perplexity"])
 
 
 @contextmanager

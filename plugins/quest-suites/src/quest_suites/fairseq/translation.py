@@ -14,7 +14,7 @@ from torch import nn
 from quest_suites.contract import Cell, Progress, Result, observe
 
 from .corpus import JOINT, BytePairs, Lines
-from .tasks import SMOKE_LINES, SMOKE_UPDATES, parsed, preprocess, train, watching
+from .tasks import SMOKE_LINES, SMOKE_UPDATES, parse, preprocess, train, watching
 
 SOURCE, TARGET = "en", "de"
 SPLITS = {"train": "train", "valid": "val", "test": "test_2016_flickr"}
@@ -58,7 +58,7 @@ def run_multi30k(cell: Cell, progress: Progress) -> Result:
     device = [] if torch.cuda.is_available() else ["--cpu"]
     started = time.perf_counter()
     with watching(updates, progress) as series:
-        train(parsed("training", training(cell, data_bin, updates) + device))
+        train(parse("training", training(cell, data_bin, updates) + device))
     seconds = time.perf_counter() - started
 
     progress(0.9, "translating")
@@ -124,7 +124,7 @@ def translate(checkpoint: Path, data_bin: Path, device: list[str]) -> Lines:
     fixed = "--gen-subset test --beam 5 --max-len-a 1.2 --max-len-b 10 --batch-size 64 --required-batch-size-multiple 1"
     places = [str(data_bin), "--path", str(checkpoint), "--results-path", str(checkpoint.parent)]
     given = [*places, *fixed.split(), "--post-process", f"{JOINT} ", "--num-workers", "0", "--no-progress-bar", *device]
-    main(parsed("generation", given))
+    main(parse("generation", given))
     written = (checkpoint.parent / "generate-test.txt").read_text(encoding="utf-8")
     fields = [line[2:].split("\t") for line in written.splitlines() if line.startswith("H-")]
     return [text for _, text in sorted((int(number), text) for number, _, text in fields)]

@@ -390,7 +390,7 @@ class Graphs(InMemoryDataset):
 
     def __init__(self, splits: Sequence[Iterable[Any]]) -> None:
         super().__init__()
-        lists = [[_prepared(data) for data in split] for split in splits]
+        lists = [[_prepare(data) for data in split] for split in splits]
         self.data, self.slices = self.collate([data for split in lists for data in split])
         start = 0
         for name, split in zip(SPLITS, lists, strict=True):
@@ -399,7 +399,7 @@ class Graphs(InMemoryDataset):
             start += len(split)
 
 
-def _prepared(data: Any) -> Any:
+def _prepare(data: Any) -> Any:
     """Add the encodings that the config enables to a graph."""
     if cfg.posenc_LapPE.enable:
         kind = (cfg.posenc_LapPE.eigen.laplacian_norm, cfg.posenc_LapPE.eigen.eigvec_norm)

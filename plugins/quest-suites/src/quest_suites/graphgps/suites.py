@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quest_suites.declaring import RATES, choice, number, papers, text, timed, whole
+from quest_suites.declaring import RATES, choice, number, papers, text, timing_suite, whole
 
 
 def _options(
@@ -137,7 +137,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "tasks_from_data": "quest_suites.graphgps.own:tasks",
         "options": [text("set", "further words for main.py, such as 'gt.dropout 0.1'")],
     },
-    "time/graphgps": timed(
+    "time/graphgps": timing_suite(
         "an attention layer, or a model of GPSConv, on 32 graphs against the host's own on padded batches",
         [
             *("gps-zinc", "gps-pattern", "gps-peptides"),

@@ -238,7 +238,7 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 
 def class_accuracy(pairs: Pairs) -> float:
     """Return the mean over classes of the recall, in % (the benchmark's weighted accuracy)."""
-    chosen, true = _chosen(pairs)
+    chosen, true = _predictions(pairs)
     right = torch.bincount(true[chosen == true], minlength=int(true.max()) + 1)
     count = torch.bincount(true)
     return 100 * (right / count)[count > 0].mean().item()
@@ -258,11 +258,11 @@ def root_mean_square_error(pairs: Pairs) -> float:
 
 def accuracy(pairs: Pairs) -> float:
     """Return the share of graphs with the right class, in %."""
-    chosen, true = _chosen(pairs)
+    chosen, true = _predictions(pairs)
     return 100 * (chosen == true.flatten()).float().mean().item()
 
 
-def _chosen(pairs: Pairs) -> tuple[Tensor, Tensor]:
+def _predictions(pairs: Pairs) -> tuple[Tensor, Tensor]:
     """Return the predicted classes and the true ones; with two classes a prediction is one probability."""
     pred, true = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     return (pred > 0.5).long() if pred.dim() == 1 else pred.argmax(-1), true

@@ -55,7 +55,7 @@ class Corrupt(BaseTransform):
         return results
 
 
-def corrupted(pipeline: list[dict[str, Any]], name: str, severity: int) -> list[dict[str, Any]]:
+def distort(pipeline: list[dict[str, Any]], name: str, severity: int) -> list[dict[str, Any]]:
     """Return a test pipeline, whose first step loads an image, with the corruption as its second."""
     load, *rest = copy.deepcopy(list(pipeline))
     return [load, {"type": "Corrupt", "name": name, "severity": severity}, *rest]

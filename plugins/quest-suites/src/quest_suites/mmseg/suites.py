@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quest_suites.declaring import number, papers, text, timed, whole
+from quest_suites.declaring import number, papers, text, timing_suite, whole
 
 _PAPER = papers(__file__)
 
@@ -68,7 +68,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "selection": "last",
         "paper": _PAPER["seg/ade20k-c"],
     },
-    "time/mmseg": timed(
+    "time/mmseg": timing_suite(
         "a training step of Segmenter against stock mmsegmentation, in turns",
         ["vit-t", "vit-s"],
         5,

@@ -19,7 +19,7 @@ from quest_suites.contract import Cell, Progress, Result
 from quest_suites.mmengine import losses, train
 
 from . import scenes
-from .corruptions import CORRUPTIONS, corrupted, severities
+from .corruptions import CORRUPTIONS, distort, severities
 
 CONFIGS = Path(quest_mmseg.__file__).parent / "configs"
 SMOKE_ITERATIONS = 4
@@ -127,7 +127,7 @@ def evaluate(runner: Runner, cell: Cell, progress: Progress, with_corruptions: b
     clean = test(pipeline)
     metrics = {"mIoU": clean["mIoU"], "aAcc": clean["aAcc"]}
     by_severity = {
-        name: [test(corrupted(pipeline, name, severity))["mIoU"] for severity in severities(name)] for name in names
+        name: [test(distort(pipeline, name, severity))["mIoU"] for severity in severities(name)] for name in names
     }
     if by_severity:
         means = {name: statistics.fmean(values) for name, values in by_severity.items()}

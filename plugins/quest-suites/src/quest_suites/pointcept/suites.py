@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quest_suites.declaring import number, papers, text, timed, whole
+from quest_suites.declaring import number, papers, text, timing_suite, whole
 
 _PATCH = whole("patch_size", 256, "points of a patch", 2)
 
@@ -42,7 +42,7 @@ SUITES: dict[str, dict[str, Any]] = {
             text("set", "further key=value for tools/train.py --options, such as 'epoch=2 eval_epoch=2'"),
         ],
     },
-    "time/pointcept": timed(
+    "time/pointcept": timing_suite(
         "a training step of a small Point Transformer V3 against torch-pointcloud's own, in turns",
         ["scenes"],
         10,

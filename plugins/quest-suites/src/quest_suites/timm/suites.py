@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quest_suites.declaring import number, timed, whole
+from quest_suites.declaring import number, timing_suite, whole
 
 MODELS = ["vit", "deit3", "eva02", "beit", "swin", "crossvit", "torchvision"]
 
@@ -21,7 +21,7 @@ SUITES: dict[str, dict[str, Any]] = {
             number("lr", 0.001, "learning rate of AdamW"),
         ],
     },
-    "time/timm": timed(
+    "time/timm": timing_suite(
         "a training step of models of timm, torchvision and plain PyTorch against their own attention",
         [*MODELS, "vit-universal", "decoder-universal", "encoder-universal"],
         12,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quest_suites.declaring import number, timed, whole
+from quest_suites.declaring import number, timing_suite, whole
 
 MODELS = ["bert", "roberta", "vit", "gpt2", "llama", "qwen3", "mistral", "bart", "t5", "decode-mha", "decode-gqa"]
 
@@ -42,7 +42,7 @@ SUITES: dict[str, dict[str, Any]] = {
             number("dropout", 0.1, "share of activations and of attention weights that are dropped"),
         ],
     },
-    "time/transformers": timed(
+    "time/transformers": timing_suite(
         "a training step of small models, and decoding with a full cache, against transformers' own sdpa",
         MODELS,
         12,

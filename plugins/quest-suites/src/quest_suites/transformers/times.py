@@ -62,7 +62,7 @@ def run_time(cell: Cell, progress: Progress) -> Result:
         model = hf.AutoModel.from_config(CONFIGS[cell.task](), attn_implementation=attention or "sdpa").to(DEVICE)
         if cell.task.startswith("decode"):
             ids = torch.randint(1000, (1, options["past"]), device=DEVICE)
-            return partial(decode, model.eval(), filled(model, ids), ids[:, :1])
+            return partial(decode, model.eval(), fill_cache(model, ids), ids[:, :1])
         ids = torch.randint(1000, (options["batch"], options["length"]), device=DEVICE)
         given = {"input_ids": ids, **({"decoder_input_ids": ids} if cell.task in ("bart", "t5") else {})}
         if cell.task == "vit":
@@ -74,7 +74,7 @@ def run_time(cell: Cell, progress: Progress) -> Result:
 
 
 @torch.no_grad()
-def filled(model: Any, ids: torch.Tensor) -> Any:
+def fill_cache(model: Any, ids: torch.Tensor) -> Any:
     """Return a cache with the tokens `ids` [B, N]."""
     return model(input_ids=ids, past_key_values=hf.DynamicCache(config=model.config)).past_key_values
 

@@ -123,7 +123,7 @@ def run_ett(cell: Cell, progress: Progress) -> Result:
             "__init__": start, "_build_model": build, "_select_criterion": criterion, "vali": validate
         }  # fmt: skip
         if cell.smoke:
-            changes["_get_data"] = shortened
+            changes["_get_data"] = shorten
         # It lists the folder models/ of the working directory, which is the cell's.
         changes["_scan_models_directory"] = lambda original, trainer: {name: f"models.{name}"}
         try:
@@ -181,7 +181,7 @@ def windows(trainer: Any, split: str, picked: Iterable[int]) -> list[Tensor]:
     return [x, x_mark, y, y_mark]
 
 
-def shortened(original: Any, trainer: Any, flag: str) -> tuple[Any, list[Any]]:
+def shorten(original: Any, trainer: Any, flag: str) -> tuple[Any, list[Any]]:
     """Return a split, and its first two batches in place of its loader."""
     data, loader = original(trainer, flag)
     return data, list(islice(loader, 2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quest_suites.declaring import choice, number, papers, timed, whole
+from quest_suites.declaring import choice, number, papers, timing_suite, whole
 
 _FORECASTERS = (
     *("PatchTST", "iTransformer", "Transformer", "Crossformer", "MSGNet", "PAttn", "Pyraformer"),
@@ -60,7 +60,7 @@ SUITES: dict[str, dict[str, Any]] = {
             number("lr", 0.0001, "learning rate of Adam in the first epoch, which the library halves after each"),
         ],
     },
-    "time/tsai": timed(
+    "time/tsai": timing_suite(
         "an epoch of TSTPlus in tsai's own learner against tsai's own attention, in turns",
         ["residual-scores", "plain"],
         9,

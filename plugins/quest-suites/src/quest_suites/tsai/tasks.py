@@ -160,7 +160,7 @@ def run_uea(cell: Cell, progress: Progress) -> Result:
     select = options["select"]
     steering = validation if select == "validation" else accuracies  # the accuracy that chooses the epoch
 
-    def ended() -> bool:
+    def is_over() -> bool:
         """Whether all epochs were run, or the last `patience` of them brought nothing better."""
         waited = len(steering) - 1 - last_best(steering) if steering else 0
         return len(losses) >= epochs or (select != "last" and waited >= options["patience"])
@@ -189,7 +189,7 @@ def run_uea(cell: Cell, progress: Progress) -> Result:
                 len(losses) / epochs,
                 f"epoch {len(losses)} {'validation ' * bool(validation)}accuracy {steering[-1]:.2f}",
             )
-            if ended():
+            if is_over():
                 raise CancelFitException
 
     watched = splits.get("validation", splits["test"])
@@ -234,7 +234,7 @@ def run_uea(cell: Cell, progress: Progress) -> Result:
             series += state[kept]
         first = len(losses)
     started = time.perf_counter()
-    if not ended():
+    if not is_over():
         with learn.no_bar(), learn.no_logging():
             learn.fit(epochs - first)
     seconds = (time.perf_counter() - started) / max(1, len(losses) - first)
