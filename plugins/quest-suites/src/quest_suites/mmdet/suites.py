@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quest_suites.declaring import choice, number, timed, whole
+from quest_suites.declaring import choice, number, timing_suite, whole
 
 SUITES: dict[str, dict[str, Any]] = {
     "det/objects": {
@@ -23,7 +23,7 @@ SUITES: dict[str, dict[str, Any]] = {
             whole("validation_images", 64, "images to test on"),
         ],
     },
-    "time/mmdet": timed(
+    "time/mmdet": timing_suite(
         "a training step of a small Deformable DETR against stock mmdetection, in turns",
         ["deformable-detr"],
         10,
