@@ -171,6 +171,17 @@ def choosing() -> str:
     return "\n".join(lines)
 
 
+def widths() -> str:
+    """Differences from standard attention by the features of a head."""
+    entries = evidence("widths")
+    columns = sorted({name for entry in entries for name in entry if name.isdigit()}, key=int)
+    lines = ["| heads of | " + " | ".join(columns) + " |", "|---|" + "--:|" * len(columns)]
+    for entry in entries:
+        cells = [effect(row(entry | entry[name], "quest")) if name in entry else "–" for name in columns]
+        lines.append(f"| {entry['label']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def start() -> str:
     """Differences of an initial query norm of 12 from none."""
     lines = ["| you train | write | `quest(init=12)` − `quest` |", "|---|---|--:|"]
@@ -197,11 +208,11 @@ def claims() -> str:
 
 
 TABLES = {"support": support, "mechanisms": formulas, "transforms": transforms}
-TABLES |= {"zoo": lambda: formulas(zoo()), "readme": readme, "choosing": choosing}
+TABLES |= {"zoo": lambda: formulas(zoo()), "readme": readme, "choosing": choosing, "widths": widths}
 TABLES |= {"start": start, "claims": claims}
 PLACES = {
     ROOT / "README.md": ("readme",),
-    ROOT / "docs" / "choosing.md": ("choosing",),
+    ROOT / "docs" / "choosing.md": ("choosing", "widths"),
     ROOT / "docs" / "claims.md": ("claims",),
     ROOT / "docs" / "start.md": ("start",),
     ROOT / "docs" / "mechanisms.md": ("mechanisms", "support"),
