@@ -302,6 +302,18 @@ RIGHT |= {
         lambda m, q, k, v: SOFTMAX(torch.add(m.bias, q @ k.mT, alpha=D**-0.5)) @ v,
         lambda m, q, k, v: quest(q, k, v, m.bias),
     ),
+    "scale_as_alpha_of_a_sum_by_names": (
+        lambda m, q, k, v: SOFTMAX(torch.add(other=q @ k.mT, input=m.bias, alpha=D**-0.5)) @ v,
+        lambda m, q, k, v: quest(q, k, v, m.bias),
+    ),
+    "scale_by_a_tensor_turned_to_the_type_of_queries": (
+        lambda m, q, k, v: SOFTMAX(q @ k.mT * torch.tensor(D).rsqrt().to(q)) @ v,
+        lambda m, q, k, v: quest(q, k, v),
+    ),
+    "scale_on_a_product_with_a_parameter": (
+        lambda m, q, k, v: SOFTMAX((q @ m.position.weight[:D, :D] * D**-0.5) @ k.mT) @ v,
+        lambda m, q, k, v: quest(q @ m.position.weight[:D, :D], k, v),
+    ),
     "complex_rotation_of_scaled_queries": (
         lambda m, q, k, v: SOFTMAX(rotated(q * D**-0.5) @ rotated(k).mT) @ v,
         lambda m, q, k, v: quest(rotated(q), rotated(k), v),
@@ -379,7 +391,7 @@ def mixed(m, q, k):
     return torch.einsum("bhij,hg->bgij", q @ k.mT * D**-0.5, m.mix)
 
 
-FACTOR = torch.full((D,), D**-0.5)
+FACTOR, FACTORS = torch.full((D,), D**-0.5), torch.arange(1, H + 1)[:, None, None] / D
 
 
 def with_a_feature(q, k, more):
@@ -456,6 +468,16 @@ WRONG: dict[str, tuple[str, Spelling]] = {
     ),
     "values by entries": ("exp", lambda m, q, k, v: (normed((q @ k.mT).exp())[..., None] * v[:, :, None]).sum(-2)),
     "distances": ("cdist", lambda m, q, k, v: (-torch.cdist(q, k)).softmax(-1) @ v),
+    "norms of keys": (
+        "adds norms of its queries or keys",
+        lambda m, q, k, v: (2 * q @ k.mT - k.square().sum(-1)[:, :, None]).softmax(-1) @ v,
+    ),
+    "a factor on the queries of each head": (
+        "a tensor of factors is on its queries",
+        lambda m, q, k, v: ((q * FACTORS) @ k.mT).softmax(-1) @ v,
+    ),
+    "product by linear": ("linear", lambda m, q, k, v: F.linear(q[0, 0], k[0, 0]).mul(D**-0.5).softmax(-1) @ v),
+    "products of vectors": ("mv", lambda m, q, k, v: torch.mv(k[0, 0], q[0, 0, 0]).softmax(-1).expand(B, H, N, N) @ v),
     "einsum of three": (
         "more than two tensors",
         lambda m, q, k, v: torch.einsum("bhid,bhjd,d->bhij", q, k, FACTOR).softmax(-1) @ v,
@@ -679,6 +701,28 @@ def test_another_way_than_in_the_example_is_refused(way):
     quest_core.inject(model, "quest", example=x)
     with pytest.raises(UnsupportedError, match=r"'layers.0' .* not written as in the example"):
         model(x, way=way)
+
+
+@pytest.mark.parametrize("attend", ["written out", "universal"])
+def test_the_site_is_where_the_host_multiplies_queries_by_its_factor(attend):
+    class Inner(nn.Module):
+        def forward(self, q, k, v):
+            if attend == "universal":
+                return F.scaled_dot_product_attention(q, k, v, scale=1.0)
+            return (q @ k.mT).softmax(-1) @ v
+
+    model, x = make(lambda m, q, k, v: m.inner(q * m.factor, k, v))
+    for layer in model.layers:
+        layer.factor, layer.inner = D**-0.5, Inner()
+    by_hand = copy.deepcopy(model)
+    for layer in by_hand.layers:
+        layer.spelling = lambda m, q, k, v: quest(q, k, v)
+    _, report = quest_core.inject(model, "quest", example=x)
+    assert [(row.path, row.adapter) for row in report.replacements] == [(f"layers.{i}", attend) for i in (0, 1)]
+    torch.testing.assert_close(model(x), by_hand(x))
+    model.layers[0].factor = 0.5
+    with pytest.raises(UnsupportedError, match="multiplies its queries by 0.5, and in the example by 0.35"):
+        model(x)
 
 
 def test_a_scaled_part_may_be_added_later_to_what_has_no_factor():

@@ -15,8 +15,8 @@ from ..config import AttentionConfig
 from ..drafts import host_class
 from ..errors import InjectionError, UnsupportedError
 from .adapter import Adapter, Site, refusal
-from .following import LEARNED, Flow, Origin
-from .search import UNKNOWN, Frame, Operand, Search, Softmax, contraction, varying
+from .following import LEARNED, TENSOR, Flow, Origin, varying
+from .search import UNKNOWN, Frame, Operand, Search, Softmax, contraction
 from .sites import KEPT, FoundSite, looks_like_attention, norm_note, within
 from .universal import Call, Routed
 from .written import Product, Written, WrittenOut
@@ -119,6 +119,8 @@ class _Judge:
         terms = softmax.terms
         if any(flow.origin.mixes for flow in terms):
             raise UnsupportedError("it mixes the logits of its heads before the softmax (talking heads)")
+        if any(operand.origin in softmax.norms for flow in terms for operand in flow.origin.operands):
+            raise UnsupportedError("it adds norms of its queries or keys to their product, as distances do")
         if len(terms) > 1:
             terms = tuple(flow for flow in terms if not self._is_position(flow.origin))
         if len(terms) != 1:
@@ -165,6 +167,8 @@ class _Judge:
         (feature,) = contraction(letters)
         factors, head_dim = (q.factor or 1.0, k.factor or 1.0, flow.factor), q.sizes[feature]
         if not (q.separable and k.separable) and not _make_scale(head_dim, *factors):  # LoRA's is on a part
+            if TENSOR in (q.odd, k.odd):
+                raise UnsupportedError(f"{TENSOR} is on its queries or keys, and none makes the scale 1/√D")
             raise UnsupportedError("a factor on its queries or keys is followed by more than moves")
         batch = {*letters[2]} - over
         split = [s for s in letters[query] if s in batch and s in (q.features or ())]

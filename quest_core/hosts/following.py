@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import ref
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..compat import may_read, until_changed
+from ..compat import is_eager, may_read, until_changed
+from ..errors import UnsupportedError
 
 
 def _words(text: str) -> frozenset[str]:
@@ -58,7 +59,7 @@ FUNCTIONS: dict[Any, str] = {
 } | {Tensor.__matmul__: "matmul", torch.linalg.matmul: "matmul", torch.special.softmax: SOFTMAX}
 """Products and softmaxes, by function: the only ones that are read while compiling."""
 JOINS = _words("cat concat concatenate stack")
-OTHER_PRODUCTS = _words("tensordot inner addbmm bilinear multi_dot chain_matmul cdist")
+OTHER_PRODUCTS = _words("tensordot inner addbmm bilinear multi_dot chain_matmul cdist linalg_vecdot mv")
 PROJECTIONS = {"linear": -1, "conv1d": -2, "conv2d": -3, "conv3d": -4}
 """Functions that multiply by weights, with the axis of the features that they return."""
 ALIASES = {"truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub"} | {
@@ -69,7 +70,10 @@ _names: dict[Any, str] = {**FUNCTIONS}  # what `name_of` has answered
 SCALES = ("mul", "div")
 LEARNED = "a learned factor"
 PART = "a factor on a part"
+TENSOR = "a tensor of factors"
+NORMS = _words("norm vector_norm linalg_vector_norm square pow")
 NEUTRAL = 1e3  # bounds beyond it do not change logits
+SAME = 2**-7  # relative difference of factors that are one: a tensor of bfloat16 rounds them
 
 
 def name_of(func: Any) -> str:
@@ -115,6 +119,7 @@ class Flow(NamedTuple):
     factor: float = 1.0  # by which it was multiplied since
     odd: str | None = None  # the first function that did more than to move, scale, shift or hide entries
     entries: Tensor | None = None  # 1 + the place of each entry in the origin, 0 for one from elsewhere; None: unknown
+    frames: tuple[Any, ...] = ()  # the modules that were running when it was last multiplied by a number
 
 
 Flows = tuple[Flow, ...]
@@ -129,6 +134,7 @@ class Following(TorchFunctionMode):
     def __init__(self, *, places: bool = False) -> None:
         super().__init__()
         self.places = places
+        self.running: list[Any] = []  # modules, if it is a search
         self.number = 0  # of products so far
         self.followed: dict[int, tuple[ref[Tensor], Flows]] = {}
 
@@ -159,13 +165,14 @@ class Following(TorchFunctionMode):
         if self.places and origin.kind != "parameter":
             index = torch.arange(1, x.numel() + 1, dtype=torch.int32).view(x.shape)
         origin.shape = tuple(x.shape)
-        self.note(x, (Flow(origin, factor, odd, index), *also))
+        self.note(x, (Flow(origin, factor, odd, index, tuple(self.running)), *also))
 
     def follow(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Note from what the results `out` of ``func(*args, **kwargs)``, which is called `name`, were made."""
         if name.endswith("_like") or name.startswith("new_"):
             return
-        given = (args[0],) if name.endswith("_as") else (*args, *kwargs.values())
+        kwargs = {key: kwargs[key] for key in sorted(kwargs, key="input".__ne__)}  # the first argument comes first
+        given = (args[0],) if name.endswith("_as") or name == "to" else (*args, *kwargs.values())
         found = list(tensors(given))
         if name == "setitem":
             found = [x for x in (args[0], args[2]) if isinstance(x, Tensor)]
@@ -220,7 +227,8 @@ class Following(TorchFunctionMode):
                 flows = (Flow(ACTIVATION),)
             times = factor if name == "mul" else 1 / factor
             why = LEARNED if learned else None
-            changed = [_odd_flow(f._replace(factor=f.factor * times), why) for f in flows]
+            frames = tuple(self.running)
+            changed = [_odd_flow(f._replace(factor=f.factor * times, frames=frames), why) for f in flows]
         else:
             for flow in flows:
                 kind, why = flow.origin.kind, None
@@ -229,12 +237,16 @@ class Following(TorchFunctionMode):
                 frozen = isinstance(other, nn.Parameter) and not other.requires_grad
                 trained = learned and not frozen
                 if kind == "product" and (trained or not self._hides(other)):
-                    why = LEARNED if learned else "a tensor of factors"
+                    why = LEARNED if learned else TENSOR
+                elif other is one:
+                    why = "square"
+                elif kind == "plain" and self._is_by_head(other, flow):
+                    why = TENSOR
                 elif flow.factor != 1 and any(f.origin is not ACTIVATION for f in self.flows(other)):
                     why = "a factor, and a product after it"
                 changed.append(_odd_flow(flow, why))
             changed += [
-                f._replace(odd=f.odd or "a quotient" if name == "div" else "a tensor of factors")
+                f._replace(odd=f.odd or "a quotient" if name == "div" else TENSOR)
                 for f in self.flows(other)
                 if f.origin.kind in ("product", "softmax")
             ]
@@ -257,6 +269,19 @@ class Following(TorchFunctionMode):
         if any(flow.origin.kind == "product" and not flow.origin.is_plain for flow in self.flows(x)):
             return False
         return not self.places or x.dtype == torch.bool or bool(((x == 0) | (x == 1)).all())
+
+    def _is_by_head(self, x: Any, flow: Flow) -> bool:
+        """Return whether a tensor multiplies an activation by one number, or one for each head; only a search looks."""
+        axis, index = flow.origin.axis, flow.entries
+        if index is None or axis is None or not isinstance(x, Tensor) or not may_read(x, waits=True) or self._hides(x):
+            return False
+        if (x.dim() and x.shape[-1] > 1) if self.is_parameter(x) else self.flows(x):
+            return False
+        if torch.broadcast_shapes(x.shape, index.shape) != index.shape:  # the activation is repeated for it
+            return False
+        tokens = [dim for dim in range(index.dim()) if axis not in varying(flow, dim)]
+        x = x.expand(index.shape)
+        return all(bool((x == x.narrow(dim, 0, 1)).all()) for dim in (*tokens, -1))
 
     def _pass_on(
         self, name: str, func: Any, args: Any, kwargs: Any, known: list[tuple[Tensor, Flows]], out: Tensor, place: int
@@ -322,6 +347,45 @@ class Following(TorchFunctionMode):
             self.note(target._base, marked)
 
 
+class Comparing(Following):
+    """Follows the forward of a site in eager code, to compare it with the example.
+
+    Args:
+        site: see `FoundSite`.
+        eager: whether it follows.
+    """
+
+    def __init__(self, site: Any, *, eager: bool = True) -> None:
+        super().__init__()
+        self.site, self.eager = site, eager and is_eager()
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of a function that is not the attention."""
+        # The one method that Dynamo reads only as a method.
+        out = args[0].unflatten(*args[1:], **kwargs) if func is Tensor.unflatten else func(*args, **kwargs)
+        if self.eager and ((name := name_of(func)) in SCALES or self.knows(args) or self.knows(kwargs.values())):
+            self.follow(name, func, args, kwargs, out)
+        return out
+
+    def refuse(self, what: str) -> None:
+        """Raise UnsupportedError, because the site does something else than in the example."""
+        raise UnsupportedError(
+            f"'{self.site.found_attention.path}' {what}; its attention is not written as in the example with which "
+            f"'{self.site.mechanism.config}' was injected. Call uninject, and inject with an example of this kind"
+        )
+
+    def compare_factors(self, operands: Iterable[Tensor], factors: Iterable[float]) -> None:
+        """Raise UnsupportedError if the host multiplies queries or keys by other factors than in the example."""
+        for x, factor, what in zip(operands, factors, ("queries", "keys"), strict=False):
+            given = factor_of(self.flows(x), sums=True)
+            if given is None and factor == 1:
+                continue  # nothing is undone
+            if given is None:
+                self.refuse(f"multiplies its {what} by a number and changes them after that, unlike in the example")
+            elif not math.isclose(given, factor, rel_tol=SAME):
+                self.refuse(f"multiplies its {what} by {given:g}, and in the example by {factor:g}")
+
+
 def number(x: Any) -> float | None:
     """Return a number, or the only entry of a tensor, as a float; None for everything else."""
     if isinstance(x, numbers.Real):
@@ -338,10 +402,10 @@ def alpha(rest: dict[str, Any]) -> float:
 
 def factor_of(flows: Flows, *, sums: bool = False) -> float | None:
     """Return the factor of an activation, 1 if none is known, None if it is unclear; `sums` takes that of one part."""
-    for flow in flows:
-        if flow.origin.kind == "plain":
-            return abs(flow.factor) if flow.odd is None or (sums and flow.odd == PART) else None
-    return 1.0
+    made = sorted((f for f in flows if f.origin.kind in ("plain", "product")), key=lambda f: not f.origin.is_plain)
+    if not made:
+        return 1.0
+    return abs(made[0].factor) if made[0].odd is None or (sums and made[0].odd == PART) else None
 
 
 def operands(name: str, args: Any, kwargs: Any) -> tuple[list[Any], Any, Any, dict[str, Any]] | None:
@@ -395,6 +459,21 @@ def _letters(given: str | None, first: int, second: int) -> tuple[str, str, str]
     return one, two, result.replace("...", rare[len(rare) - max(more) :])
 
 
+def varying(flow: Flow, dim: int) -> set[int]:
+    """Return the axes of the origin along which places change along the axis `dim` of the tensor."""
+    assert flow.entries is not None
+    shape, index = flow.origin.shape, flow.entries
+    rows = index.movedim(dim, -1).reshape(-1, index.shape[dim])
+    rows = rows[:: max(len(rows) // 512, 1)]
+    real, found = rows > 0, set()
+    for axis, size in enumerate(shape):
+        place = (rows - 1).div(math.prod(shape[axis + 1 :]), rounding_mode="floor") % size
+        most, least = place.masked_fill(~real, -1).amax(-1), place.masked_fill(~real, size).amin(-1)
+        if bool((most > least).any()):
+            found.add(axis)
+    return found
+
+
 def tensors(values: Any) -> Iterator[Tensor]:
     """Yield the tensors of arguments or results, also in lists and tuples."""
     for value in values:
@@ -426,7 +505,7 @@ def _odd_flow(flow: Flow, why: str | None) -> Flow:
 
 def _odd(flow: Flow, name: str) -> Flow:
     """Return a flow through a function that is not known: activations go on, logits and factors are lost."""
-    if flow.origin.kind in ("plain", "parameter") and flow.factor == 1:
+    if flow.origin.kind in ("plain", "parameter") and flow.factor == 1 and name not in NORMS:
         return flow
     if name in BY_HAND and flow.origin.kind == "product" and flow.origin.number < 0:  # its `odd` only names the product
         return flow._replace(odd=name)

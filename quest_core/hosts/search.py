@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +14,7 @@ from ..compat import force_eager, is_compiling, may_read
 from ..mechanism import Mechanism
 from .following import (
     BY_HAND,
+    NORMS,
     OTHER_PRODUCTS,
     PRODUCTS,
     SOFTMAX,
@@ -29,6 +29,7 @@ from .following import (
     name_of,
     operands,
     tensors,
+    varying,
 )
 from .sites import common_norm, in_autograd_function, restoring, run_example
 from .universal import FUNCTIONS, Call
@@ -56,6 +57,7 @@ class Softmax:
     owner: Frame
     axes: dict[Origin, set[str]]  # the letters of each product along which the softmax sums
     plain: bool  # whether its logits come from a projection, as far as they come from no product
+    norms: set[Origin]  # whose norms were added to its logits
     shape: tuple[int, ...]
     causal: bool = False
 
@@ -82,6 +84,8 @@ class Operand:
     seen: tuple[float, float] | None = None  # sums that other values do not have
     like: Tensor | None = None  # without values: has the device and the type
     separable: bool = True  # whether the factor is on all of it
+    odd: str | None = None  # what stands between the factor and the product
+    origin: Origin | None = None
 
 
 UNKNOWN = Operand({}, None, None, None)
@@ -93,12 +97,13 @@ class Search(Following):
     `known` are the paths of modules that are not looked into.
     """
 
+    running: list[Frame]
+
     def __init__(self, model: nn.Module, known: Collection[str]) -> None:
         super().__init__(places=True)
         self.model = model
         self.paths = {module: path for path, module in model.named_modules()}
         self.known = known
-        self.running: list[Frame] = []
         self.frames: list[Frame] = []
         self.calls: dict[str, Call] = {}  # by the paths of their modules
         self.products: list[Origin] = []
@@ -168,7 +173,7 @@ class Search(Following):
         elif name == SOFTMAX:
             self._softmax(args, kwargs, out)
         elif isinstance(out, Tensor) and (
-            name in OTHER_PRODUCTS or (name in PRODUCTS and self._are_projected([*tensors(args)]))
+            name in OTHER_PRODUCTS or (name in (*PRODUCTS, "linear") and self._are_projected([*tensors(args)][:2]))
         ):
             self.new(out, Origin("product", name, frames=tuple(self.running)), odd=name)
         else:
@@ -178,15 +183,23 @@ class Search(Following):
         return out
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> None:
-        frame = self.running[-1]
+        given = dict(zip(("query", "key"), args, strict=False)) | kwargs
+        frame = self._around(given["query"], given["key"])[-1]
         frame.calls += 1
         call = replace(FUNCTIONS[func].read(frame.path, *args, **kwargs), repeated=frame.calls > 1)
         if call.function != "multi_head_attention_forward":
-            given = dict(zip(("query", "key"), args, strict=False)) | kwargs
             flows = [self.flows(given[name]) for name in ("query", "key")]
             separable = all(factor_of(one) is not None for one in flows)
             call = call.with_factors(*(factor_of(one, sums=True) for one in flows), separable=separable)
         self.calls[frame.path] = self.calls[frame.path].join(call) if frame.path in self.calls else call
+
+    def _around(self, *operands: Tensor) -> tuple[Frame, ...]:
+        """Return the running modules in which the host also multiplied the operands by its factors."""
+        frames = tuple(self.running)
+        for flow in (flow for x in operands for flow in self.flows(x)):
+            if factor_of((flow,), sums=True) not in (None, 1):
+                frames = tuple(a for a, b in zip(frames, flow.frames, strict=False) if a is b) or frames[:1]
+        return frames
 
     def _by_entries(self, args: Any, out: Tensor) -> None:
         """Begin at queries times keys by entries, which a sum over features would follow; see weights times values."""
@@ -234,6 +247,7 @@ class Search(Following):
             own = [s for s in parameter if s in letters[2] and s not in other]
             origin.axis = letters[2].index(own[-1]) if own else None
             origin.mixes = tuple(f.origin for x in pair for f in self.flows(x) if f.origin.kind == "product")
+        origin.frames = self._around(*pair)
         if origin.kind == "product":
             origin.operands = tuple(self._operand(x, s, letters) for x, s in zip(pair, letters, strict=False))
         kept = tuple(flow._replace(entries=None) for flow in weights) if any(origin.learned) else ()
@@ -246,6 +260,8 @@ class Search(Following):
             features = {s for i, s in enumerate(own) if flow.origin.axis in varying(flow, i)}
         sizes, factor = dict(zip(own, x.shape, strict=True)), factor_of(self.flows(x), sums=True)
         more: Any = {"like": x.new_empty(0), "separable": factor_of(self.flows(x)) is not None}
+        if flow is not None:
+            more |= {"odd": flow.odd, "origin": flow.origin}
         if not may_read(x, waits=True):
             return Operand(sizes, features, factor, None, **more)
         wide = x.detach().double()
@@ -297,7 +313,8 @@ class Search(Following):
         else:
             owner = self._owner(terms)
         plain = any(flow.origin.axis is not None for flow in self.flows(logits))
-        made = Softmax(terms, origin, owner, {}, plain, tuple(out.shape))
+        norms = {flow.origin for flow in self.flows(logits) if flow.odd in NORMS and flow.origin.is_plain}
+        made = Softmax(terms, origin, owner, {}, plain, norms, tuple(out.shape))
         self.softmaxes.append(made)
         if not terms:
             return
@@ -316,21 +333,6 @@ class Search(Following):
 
 def contraction(letters: tuple[str, str, str]) -> list[str]:
     return [s for s in letters[0] if s in letters[1] and s not in letters[2]]
-
-
-def varying(flow: Flow, dim: int) -> set[int]:
-    """Return the axes of the origin along which places change along the axis `dim` of the tensor."""
-    assert flow.entries is not None
-    shape, index = flow.origin.shape, flow.entries
-    rows = index.movedim(dim, -1).reshape(-1, index.shape[dim])
-    rows = rows[:: max(len(rows) // 512, 1)]
-    real, found = rows > 0, set()
-    for axis, size in enumerate(shape):
-        place = (rows - 1).div(math.prod(shape[axis + 1 :]), rounding_mode="floor") % size
-        most, least = place.masked_fill(~real, -1).amax(-1), place.masked_fill(~real, size).amin(-1)
-        if bool((most > least).any()):
-            found.add(axis)
-    return found
 
 
 def _change(module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ..compat import (
     ATTENTION,
@@ -35,6 +34,7 @@ from ..multihead import MultiheadAttention, leave_native_path
 from ..ops import hides_the_future, plain_mask
 from ..projections import HeadSizes
 from .adapter import Capabilities, mechanism_for
+from .following import Comparing
 from .sites import (
     KEPT,
     FoundSite,
@@ -199,24 +199,26 @@ class Routed(FoundSite):
         return None if self.mechanism.is_standard and self.mechanism.monitor is None else _Route(self)
 
 
-class _Route(TorchFunctionMode):
+class _Route(Comparing):
     """Sends a site's calls of its attention function to it; everything else passes."""
 
     def __init__(self, site: Routed) -> None:
-        super().__init__()
-        self.site, self.calls = site, 0
+        super().__init__(site, eager=site.undone is not None)
+        self.calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.unflatten:  # the one method that Dynamo reads only as a method
-            return args[0].unflatten(*args[1:], **kwargs)
-        if func not in FUNCTIONS or FUNCTIONS[func].name != self.site.found_attention.function:
-            return func(*args, **kwargs)
+        known = self.site.found_attention
+        if func not in FUNCTIONS or FUNCTIONS[func].name != known.function:
+            return self.call(func, args, kwargs)
         if not is_compiling() and in_compiled_graph(self.site):
             return func(*args, **kwargs)
         self.calls += 1
         if not is_compiling():
-            refuse_checkpoint(self.site.found_attention.path, 2)
+            refuse_checkpoint(known.path, 2)
+        if self.eager:
+            given = dict(zip(("query", "key"), args, strict=False)) | kwargs
+            self.compare_factors((given["query"], given["key"]), known.factors)
         return FUNCTIONS[func].attend(self.site, *args, **kwargs)
 
     def finish(self) -> None:

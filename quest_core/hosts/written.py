@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..compat import is_compiling, is_eager, refuse_one_token
+from ..compat import is_compiling, refuse_one_token
 from ..config import AttentionConfig
 from ..errors import UnsupportedError
 from ..mechanisms.base import Score
@@ -22,21 +22,18 @@ from ..projections import HeadSizes
 from .adapter import Capabilities, mechanism_for
 from .following import (
     FUNCTIONS,
-    SCALES,
+    SAME,
     SOFTMAX,
-    Following,
+    Comparing,
     Origin,
     alpha,
     equation,
-    factor_of,
     is_product,
-    name_of,
     operands,
 )
 from .sites import FoundSite, beyond_operands, in_compiled_graph, refuse_checkpoint, site_draft
 
 HIDDEN = -5e3  # a logit at or below it is hidden, for normalizers that count what a row sees
-SAME = 2**-7  # relative difference of factors that are one: a tensor of bfloat16 rounds them
 
 
 class _Turn(NamedTuple):
@@ -183,13 +180,12 @@ class WrittenOut(FoundSite):
         return None if self.untouched and self.mechanism.monitor is None else _Preparing(self)
 
 
-class _Preparing(Following):
+class _Preparing(Comparing):
     """Prepares the operands of a site's products; in eager code it also compares the way to the softmax."""
 
     def __init__(self, site: WrittenOut) -> None:
-        super().__init__()
-        self.site, self.known, self.softmaxes = site, site.found_attention, 0
-        self.eager = is_eager()
+        super().__init__(site)
+        self.known, self.softmaxes = site.found_attention, 0
         self.mechanism = mechanism = site.mechanism
         self.keeps = not mechanism.fused or mechanism.monitor is not None  # products until their softmax
         self.formed: dict[int, tuple[Tensor, Tensor, tuple[int, ...]]] = {}  # product -> q, k and its shape
@@ -200,26 +196,16 @@ class _Preparing(Following):
             if not is_compiling() and in_compiled_graph(self.site):
                 return func(*args, **kwargs)
             return self._weigh(func, args, kwargs) if known == SOFTMAX else self._multiply(known, func, args, kwargs)
-        # The one method that Dynamo reads only as a method.
-        out = args[0].unflatten(*args[1:], **kwargs) if func is Tensor.unflatten else func(*args, **kwargs)
-        if self.eager and ((name := name_of(func)) in SCALES or self.knows(args) or self.knows(kwargs.values())):
-            self.follow(name, func, args, kwargs, out)
-        return out
+        return self.call(func, args, kwargs)
 
     def finish(self) -> None:
         """Raise UnsupportedError unless all products and softmaxes of the example took place."""
         rounds, rest = divmod(self.number, len(self.known.products))
         if rounds == 0 or rest or self.softmaxes != rounds * len(self.known.softmaxes):
-            self._refuse(
+            self.refuse(
                 f"formed {self.number} products and {self.softmaxes} softmaxes, and the example had "
                 f"{len(self.known.products)} and {len(self.known.softmaxes)}"
             )
-
-    def _refuse(self, what: str) -> None:
-        raise UnsupportedError(
-            f"'{self.known.path}' {what}; its attention is not written as in the example with which "
-            f"'{self.mechanism.config}' was injected. Call uninject, and inject with an example of this kind"
-        )
 
     def _multiply(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         place = self.number % len(self.known.products)
@@ -232,13 +218,13 @@ class _Preparing(Following):
         if self.eager:
             refuse_checkpoint(self.known.path, 3)
             if (letters := equation(name, head, *pair)) != product.equation:
-                self._refuse(f"forms the product {letters}, and the example {product.equation}")
+                self.refuse(f"forms the product {letters}, and the example {product.equation}")
         if product.query is None:
             out = func(*args, **kwargs)
         else:
             q, k = (turn.orient(pair[role]) for turn, role in zip(product.turns, product.roles, strict=True))
             if self.eager:
-                self._compare_factors(product, pair)
+                self.compare_factors((pair[role] for role in product.roles), product.factors)
             if not self.site.untouched:
                 pair = self._prepare(product, q, k)
             out = func(*head, *pair, **rest)
@@ -247,17 +233,6 @@ class _Preparing(Following):
         if self.eager:
             self.new(out, Origin("product", name, place), alpha(rest), also=self.addends(head, rest))
         return out
-
-    def _compare_factors(self, product: Product, pair: list[Tensor]) -> None:
-        """Raise UnsupportedError if the host multiplies an operand by another factor than in the example."""
-        for role, factor, what in zip(product.roles, product.factors, ("queries", "keys"), strict=False):
-            given = factor_of(self.flows(pair[role]), sums=True)
-            if given is None and factor == 1:
-                continue  # nothing is undone
-            if given is None:
-                self._refuse(f"multiplies its {what} by a number and changes them after that, unlike in the example")
-            elif not _same(given, factor):
-                self._refuse(f"multiplies its {what} by {given:g}, and in the example by {factor:g}")
 
     def _prepare(self, product: Product, q: Tensor, k: Tensor) -> list[Tensor]:
         """Return both operands of a product as the score prepares them; q and k have the factors of the host."""
@@ -278,18 +253,18 @@ class _Preparing(Following):
             flows = [(f.origin.number, f.factor, f.odd) for f in self.flows(logits) if f.origin.kind == "product"]
             flows.sort(key=lambda flow: flow[:2])
             if known and (odd := [odd for *_, odd in flows if odd]):
-                self._refuse(f"takes its logits through {odd[0]} before the softmax")
+                self.refuse(f"takes its logits through {odd[0]} before the softmax")
             pairs = zip(flows, known, strict=False)
             if len(flows) != len(known) or any(a[0] != b[0] or not _same(a[1], b[1]) for a, b in pairs):
                 found = tuple(flow[:2] for flow in flows)
-                self._refuse(f"takes a softmax of the products and factors {found}, and in the example of {known}")
+                self.refuse(f"takes a softmax of the products and factors {found}, and in the example of {known}")
         content = self._content(known) if self.keeps else None
         if content is None:
             return func(*args, **kwargs)
         mechanism, (product, q, k, shape), planes = self.mechanism, content, None
         if self.known.layout is not None:
             if self.eager and logits.numel() != math.prod(shape):
-                self._refuse("takes a softmax of more than its product")
+                self.refuse("takes a softmax of more than its product")
             planes = _Planes(logits, product, self.known.layout, shape)
         if mechanism.monitor is not None and not is_compiling():
             self._show(q, k, logits, planes, product, kwargs.get("dim", args[1] if len(args) > 1 else -1))
