@@ -4,6 +4,7 @@ python docs/coverage.py                             # every model that the data 
 python docs/coverage.py transformers                # of one package
 python docs/coverage.py --again transformers/llama  # rows that exist already
 python docs/coverage.py --page                      # the page only
+python docs/coverage.py --clone FOLDER Time-Series-Library  # which is in no registry
 
 Models are tiny, or built on the meta device where they cannot be, and have random weights. Each is tried in a process
 of its own with a time limit. The exit status is 1 if a model is lost that the data had as taken.
@@ -24,6 +25,7 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
 import warnings
 from collections import Counter
@@ -39,6 +41,8 @@ LIMIT = 60
 """Seconds of processor time for one model."""
 MOST = 600_000_000
 """Parameters of a model that is built with values; a larger one is built on the meta device."""
+CLONE = "Time-Series-Library"
+"""The package that is a folder, which `sys.path` begins with."""
 LONGEST = 260
 """Characters of a reason."""
 
@@ -212,7 +216,7 @@ def listed(package: str) -> Any:
     """Return what docs/coverage_models.py builds of a package, by name."""
     if str(DOCS) not in sys.path:
         sys.path.insert(0, str(DOCS))
-    return getattr(importlib.import_module("coverage_models"), package.replace("-", "_"))()
+    return getattr(importlib.import_module("coverage_models"), package.lower().replace("-", "_"))()
 
 
 def try_listed(package: str, name: str) -> dict[str, Any]:
@@ -251,12 +255,21 @@ PACKAGES: dict[str, tuple[Callable[[], list[str]], Callable[[str], dict[str, Any
         "torchaudio": "models with attention",
         "speechbrain": "transformers and their layers",
         "neuralforecast": "every model that is built from sizes",
+        CLONE: "every model without weights to load",
     }.items()
 }
 """Package -> its names, what tries one, and what that says."""
 
 
 # --- all models -------------------------------------------------------------------------------------------------------
+
+
+def version_of(package: str) -> str:
+    """Return the version of a package, or the commit of the clone."""
+    if package != CLONE:
+        return importlib.metadata.version(package)
+    command = ["git", "-C", sys.path[0], "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def attempt(package: str, name: str) -> Row:
@@ -269,7 +282,7 @@ def attempt(package: str, name: str) -> Row:
         warnings.simplefilter("ignore")
         made = PACKAGES[package][1](name)
     reason = re.sub(r"(https?://\S+|/\S+/\S+)", "…", made.pop("reason", ""))  # no path of this machine
-    return Row(package, importlib.metadata.version(package), name, **made, reason=reason[:LONGEST])
+    return Row(package, version_of(package), name, **made, reason=reason[:LONGEST])
 
 
 def _send(package: str, model: str, to: Connection) -> None:
@@ -304,7 +317,7 @@ def measure(models: Iterable[tuple[str, str]], jobs: int) -> Iterator[Row]:
             except EOFError:
                 slow = process.exitcode in (-signal.SIGPROF, -signal.SIGALRM)
                 took = f"took more than {LIMIT} s" if slow else "its process ended"
-                yield Row(package, importlib.metadata.version(package), name, "not", reason=took)
+                yield Row(package, version_of(package), name, "not", reason=took)
 
 
 def read() -> dict[tuple[str, str], Row]:
@@ -381,8 +394,11 @@ def main() -> int:
     parser.add_argument("which", nargs="*", help="packages, or models as package/name; all by default")
     parser.add_argument("--again", action="store_true", help="also rows that the data has")
     parser.add_argument("--page", action="store_true", help="only write the page")
+    parser.add_argument("--clone", type=Path, help=f"folder of a clone of {CLONE}")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     given = parser.parse_args()
+    if given.clone:
+        sys.path.insert(0, str(given.clone))
     rows, lost = read(), []
     if not given.page:
         import torch
@@ -390,11 +406,12 @@ def main() -> int:
         torch.set_num_threads(1)
         for package in PACKAGES:
             chosen = [one.partition("/")[2] for one in given.which if one.partition("/")[0] == package]
-            if (given.which and not chosen) or not importlib.util.find_spec(package.replace("-", "_")):
+            found = given.clone if package == CLONE else importlib.util.find_spec(package.replace("-", "_"))
+            if (given.which and not chosen) or not found:
                 continue
             before_fork = "quest_transformers" if package == "transformers" else "quest_core"
             importlib.import_module(before_fork)
-            version = importlib.metadata.version(package)
+            version = version_of(package)
             names = PACKAGES[package][0]() if "" in chosen or not chosen else chosen
             models = [(package, name) for name in names]
             if not given.again:

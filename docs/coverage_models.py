@@ -5,11 +5,16 @@ Each function returns, by the name of a model, what builds the model and its inp
 
 from __future__ import annotations
 
+import argparse
+import ast
 import functools
 import importlib
 import inspect
 import pkgutil
+import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -349,3 +354,23 @@ def neuralforecast() -> Models:
 
     kinds = {name: kind for name, kind in vars(models).items() if inspect.isclass(kind)}
     return {name: functools.partial(build, kind) for name, kind in kinds.items() if name not in ("HINT", "TimeLLM")}
+
+
+def time_series_library() -> Models:
+    """The models of the clone that `sys.path` begins with, by most defaults of its run.py; none that is pretrained."""
+    clone = Path(sys.path[0])
+    given = r"'--(\w+)'(?:(?!'--).)*?default=('[^']*'|\[.*?\]|[\w.]+)"
+    found = re.findall(given, (clone / "run.py").read_text(), re.DOTALL)
+    options = {name: ast.literal_eval(value) for name, value in found}
+    options |= {"d_model": 64, "d_ff": 64, "n_heads": 4, "d_layers": 2, "label_len": 96, "device": torch.device("cpu")}
+    options |= {"down_sampling_layers": 1, "down_sampling_window": 2, "down_sampling_method": "avg"}
+
+    def build(name: str) -> Built:
+        model = importlib.import_module(f"models.{name}").Model(argparse.Namespace(**options)).eval()
+        steps = options["label_len"] + options["pred_len"]
+        parts = [(torch.randn(2, n, 7), torch.rand(2, n, 4)) for n in (options["seq_len"], steps)]  # values, times
+        return model, (*parts[0], *parts[1])
+
+    texts = {path.stem: path.read_text() for path in sorted((clone / "models").glob("[!_]*.py"))}
+    weights = re.compile("from_pretrained|load_model")
+    return {name: functools.partial(build, name) for name, text in texts.items() if not weights.search(text)}
