@@ -362,7 +362,7 @@ def render(rows: Iterable[Row]) -> str:
         if count:
             version = next(row.version for row in rows if row.package == package)
             cells = (count[outcome] for outcome in ("taken", "not", "none", "unbuilt"))
-            text += f"| [{package}](#{package}) {version} | {' | '.join(map(str, cells))} |\n"
+            text += f"| [{package}](#{package.lower()}) {version} | {' | '.join(map(str, cells))} |\n"
     for package, count in counts.items():
         if not count:
             continue
