@@ -78,7 +78,7 @@ def _examine(report: Report) -> Report:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    if call.when == "teardown" and START in item.stash:
+    if call.when == "call" and START in item.stash:  # before the end of fixtures of the session
         item.user_properties.append(("processor_s", _processor_seconds() - item.stash[START]))
     report = yield
     why = versions.lacks(call.excinfo.value) if call.excinfo is not None and report.outcome == "failed" else None
