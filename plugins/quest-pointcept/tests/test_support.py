@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from clouds import SEGMENTATION, clouds
 from torch_pointcloud.models.point_transformer_v3 import PointTransformerV3Segmentation
 
@@ -15,5 +16,6 @@ def loss(attention):
     return PointTransformerV3Segmentation(**SMALL, attention=attention)(*clouds(60, 45)).pow(2).mean()
 
 
+@pytest.mark.slow
 def test_the_table_of_support():
     check(Path(__file__).with_name("support.json"), "Pointcept", loss, {"`aft-conv(dims=1)`": {"options": "dims=1"}})
