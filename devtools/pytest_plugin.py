@@ -26,7 +26,7 @@ import pytest
 from devtools import versions
 
 NO_REASON = ("", "unconditional skip")  # pytest's text for a test without a reason
-LIMIT_S, IMPORTS = 5.0, 4
+LIMIT_S, IMPORTS = 5.0, 6
 START = pytest.StashKey[float]()
 OVER = pytest.StashKey[dict[str, float]]()
 
