@@ -104,7 +104,9 @@ def read(options: Any) -> Asked:
 def _refuse(asked: Asked, options: Any) -> None:
     """Raise what the options of a model show that its parts cannot have, before a task reads its data."""
     name: Any = getattr(options, "_name", None) or getattr(options, "arch", None)
-    kind: Any = models.ARCH_MODEL_REGISTRY.get(name) or models.MODEL_REGISTRY.get(name) or object
+    kind: Any = models.ARCH_MODEL_REGISTRY.get(name) or models.MODEL_REGISTRY.get(name)
+    if kind is None:  # the options of a model that is built without a name: its parts are seen when it stands
+        return
     single = {models.FairseqLanguageModel: "decoder", models.FairseqEncoderModel: "encoder"}
     found = {part for base, part in single.items() if issubclass(kind, base)} or {*PARTS}
     refuse_missing(asked, found, name)
