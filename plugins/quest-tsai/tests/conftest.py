@@ -12,7 +12,8 @@ NOT_RUN = (
     "thuml/Time-Series-Library and zhouhaoyi/ETDataset"
 )
 collect_ignore = [] if ROOT else ["test_tsl.py"]  # a skip would fail in CI, and a clone cannot be installed
-sys.path.append(str(Path(__file__).parents[2] / "quest-suites" / "environment"))
+ENVIRONMENT = Path(__file__).parents[2] / "quest-suites" / "environment"
+sys.path.append(str(ENVIRONMENT))
 import numpy as np  # noqa: E402
 import quest_suites_environment  # noqa: F401, E402  # there already where ./dev made the environment
 

@@ -121,7 +121,7 @@ def test_key_heads_of_the_host_are_pooled(loader, folder):
 
 
 ALONE = """
-import quest_tsai_environment
+import quest_suites_environment
 import logging, sys, warnings
 import numpy as np
 from tsai.basics import TSClassification, TSClassifier, load_learner
@@ -137,7 +137,7 @@ for options in ({}, {'with_opt': False}, {'strict': False}):
         print('silent')
     except RuntimeError as error:
         print('Unexpected key' in str(error) and 'ENTRY' in str(error))
-assert not any(name.startswith('quest') for name in sys.modules if name != 'quest_tsai_environment')
+assert not any(name.startswith('quest') for name in sys.modules if name != 'quest_suites_environment')
 learn = load_learner('quest.pkl')
 np.testing.assert_allclose(learn.get_X_preds(np.load('x.npy'))[0], np.load('wanted.npy'), rtol=1e-4, atol=1e-6)
 print(learn.model.attention_report)

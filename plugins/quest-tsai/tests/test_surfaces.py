@@ -160,7 +160,7 @@ def test_signatures_stay():
 def test_either_order_of_imports(tmp_path):
     build = "print(len([m for m in TSTPlus(3, 5, 12, attention='quest').modules() if 'Mechanism' in type(m).__name__]))"
     for imports in ("from tsai.basics import *\nimport quest_tsai", "import quest_tsai\nfrom tsai.basics import *"):
-        script = f"import quest_tsai_environment\n{imports}\nfrom tsai.models.TSTPlus import TSTPlus\n{build}"
+        script = f"import quest_suites_environment\n{imports}\nfrom tsai.models.TSTPlus import TSTPlus\n{build}"
         assert python("-c", script, cwd=tmp_path, path=[ENVIRONMENT])[0].split()[-1] == "3"
 
 
