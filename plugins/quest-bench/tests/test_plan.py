@@ -89,6 +89,14 @@ def test_all_bad_settings_are_told_at_once(suite):
         parse_settings(suite, ["a=1", "steps=x", "fast=true", "fast=false"])
 
 
+def test_a_suite_of_two_distributions_is_an_error(fake, monkeypatch):
+    records = worker.describe()
+    twice = [one | {"name": "other", "distribution": "quest-other"} for one in records if "fake/suite" in one["suites"]]
+    monkeypatch.setattr(worker, "describe", lambda: records + twice)
+    with pytest.raises(PluginError, match=r"'fake/suite' is provided by both .* and quest-other; fix: pip uninstall"):
+        catalogue()
+
+
 def test_select(fake):
     found = catalogue()
     assert list(select(found, "fake/suite")[1]) == ["one", "two"]

@@ -156,6 +156,11 @@ def catalogue(pythons: Sequence[str] = ()) -> Catalogue:
     suites: dict[str, Suite] = {}
     for record in records.values():
         for name, info in record.suites.items():
+            if name in suites:
+                raise PluginError(
+                    f"suite '{name}' is provided by both {suites[name].record.distribution} and {record.distribution}; "
+                    f"fix: pip uninstall {record.distribution}"
+                )
             suites[name] = Suite.read({"suite": name, **info}, record)
     return Catalogue(records, dict(sorted(suites.items())), paths)
 
