@@ -15,7 +15,7 @@ from .compat import autocast_dtype, is_eager, is_exporting_graph, is_tracing, ma
 
 PLAIN_WEIGHTS = 2**23  # with this many weights per call or more, B·H·N·M, they come in blocks: 32 MiB of float32
 BLOCK_WEIGHTS = 2**20  # weights per block, unless that would be fewer than `BLOCK_ROWS` queries
-SMALL = 2**12  # entries up to which an operation's call takes longer than its work
+SMALL = 2**15  # entries up to which five small operations are faster than one whose call takes 15 µs
 BLOCK_ROWS = 64  # least number of queries per block, below which matrix products are thin
 
 
