@@ -265,6 +265,12 @@ def test_load_cfg_refuses_what_a_network_of_ones_own_cannot_have(tmp_path, monke
     assert not capfd.readouterr().err
 
 
+@pytest.mark.parametrize("key", ["gnn.watch_attention", "gnn.qk_clip"])
+def test_load_cfg_refuses_to_watch_a_network_without_attention(tmp_path, key):
+    with pytest.raises(quest_core.InjectionError, match="attention"):
+        load(tmp_path, "model: {type: gnn}", key, "5")
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_shipped_configs_build_the_papers_models(name):
     """Parameters as the paper counts them (tables A10 and A11)."""

@@ -174,7 +174,7 @@ def read_request(cfg: Any) -> Request | None:
 def _check_when_merged(adapter: Adapter, stock: Stock, cfg: Any) -> None:
     """load_cfg calls assert_cfg last: before a main deletes the folder of the previous run and reads the data."""
     stock(cfg)
-    watching.read(cfg)
+    watched = any(watching.read(cfg))
     asked, mode = read_request(cfg), cfg.train.get("mode", "standard")  # of GraphGPS only
     if asked and cfg.model.type == "GPSModel":
         gt = cfg.gt
@@ -183,7 +183,7 @@ def _check_when_merged(adapter: Adapter, stock: Stock, cfg: Any) -> None:
         site = Site("", attn, attn.num_heads, attn.head_dim, needs, fresh=True)
         require(adapter, site, asked.attention)
         adapter.replace(site, asked.attention)
-    elif asked and not (cfg.get("pretrained") or {}).get("dir"):  # whose config will name another network
+    elif (asked or watched) and not (cfg.get("pretrained") or {}).get("dir"):  # whose config will name another network
         _rehearse(asked, cfg)
     if asked and "name_tag" in cfg:  # of GraphGPS, whose main names the folder by it
         tag = _tag(asked)
@@ -191,12 +191,15 @@ def _check_when_merged(adapter: Adapter, stock: Stock, cfg: Any) -> None:
             cfg.name_tag = f"{cfg.name_tag}-{tag}".lstrip("-")
 
 
-def _rehearse(asked: Request, cfg: Any) -> None:
+def _rehearse(asked: Request | None, cfg: Any) -> None:
     """Build the network of a config, to raise what it cannot have; a network may write to the config."""
     from torch_geometric.graphgym.register import network_dict
 
     def build() -> None:
-        asked.apply(network_dict[cfg.model.type](dim_in=FEATURES, dim_out=FEATURES), None)
+        network = network_dict[cfg.model.type](dim_in=FEATURES, dim_out=FEATURES)
+        if asked:
+            asked.apply(network, None)
+        watching.begin(network, cfg)
 
     kept = cfg.clone()
     with _own_words(cfg):
