@@ -120,7 +120,8 @@ def test_memory_is_the_result_and_one_product(dtype, factor):
 def test_results_lie_in_the_order_of_a_projection():
     """A step with two layouts takes up to four times as long, and so does the projection's backward pass."""
     heads = torch.randn(2, 5, 3, 16).transpose(1, 2)  # [B, H, N, D]
-    for x, stride in ((heads, heads.stride()), (heads.contiguous(), heads.contiguous().stride())):
+    packed = torch.randn(2, 5, 3, 3, 16)[:, :, 1].transpose(1, 2)
+    for x, stride in ((heads, heads.stride()), (packed, heads.stride()), (copy := heads.contiguous(), copy.stride())):
         leaf = x.detach().requires_grad_()
         grads = (torch.randn(2, 3, 5, 16), torch.randn(2, 5, 3, 16).transpose(1, 2))  # as SDPA's kernels return them
         for out in (unit(x), unit(leaf)):
