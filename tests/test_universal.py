@@ -627,6 +627,7 @@ def test_what_looks_like_attention_and_stays_is_an_error(other, named):
     with pytest.raises(InjectionError, match=r"leave 1 as they are, which look like attention") as caught:
         quest_core.inject(model, "quest", example=x)
     assert named in str(caught.value)
+    assert "example=" not in str(caught.value)
     assert not any(isinstance(m, Routed) for m in model.modules())
     _, report = quest_core.inject(model, "quest", example=x, allow_partial=True)
     assert len(report.left_alone) == 1

@@ -45,6 +45,7 @@ NARROW_HEADS = (
 )
 """What was measured of unit keys in narrow heads."""
 GUIDE = "https://quest-attention.github.io/quest/writing-an-adapter/"
+BY_EXAMPLE = "say inject(model, ..., example=batch), which finds calls of PyTorch's functions and written-out ones"
 
 
 @dataclass(frozen=True)
@@ -286,7 +287,8 @@ def inject(
         model, [site.path for _, site in chosen], lambda module: module in others or looks_like_attention(module)
     )
     if not allow_partial:
-        _refuse_partial(config, chosen, by_design, {path: left[path] for path in left if path not in finding.left})
+        stays = {path: left[path] for path in left if path not in finding.left}
+        _refuse_partial(config, chosen, by_design, stays, ran=example is not None)
     for owner, site in chosen:
         require(owner, site, config)
     _refuse_heads(config, [site for _, site in chosen])
@@ -384,6 +386,8 @@ def _refuse_partial(
     chosen: Sequence[tuple[Adapter, Site]],
     by_design: Container[str],
     left: Mapping[str, nn.Module],
+    *,
+    ran: bool,
 ) -> None:
     """Raise InjectionError if modules would stay that are in no `Adapter.leaves_alone`."""
     missed = {path: type(module).__name__ for path, module in left.items() if type(module).__name__ not in by_design}
@@ -392,8 +396,8 @@ def _refuse_partial(
         more = f" and {len(missed) - 8} more" if len(missed) > 8 else ""
         raise InjectionError(
             f"attention '{config}' would replace {len(chosen)} modules and leave {len(missed)} as they are, which "
-            f"look like attention and which no adapter knows: {shown}{more}; say allow_partial=True if that is meant, "
-            f"or write an adapter for them ({GUIDE})"
+            f"look like attention and which no adapter knows: {shown}{more}; {'' if ran else BY_EXAMPLE + '; '}"
+            f"say allow_partial=True if that is meant, or write an adapter for them ({GUIDE})"
         )
 
 
@@ -565,5 +569,5 @@ def _nothing_found(model: nn.Module, adapters: Iterable[Adapter], finding: Findi
         text += f"; modules that look like attention: {', '.join(lookalikes)}"
     text += "".join(f"; {problem}" for p in plugins() if p.running and isinstance(problem := p.load(), PluginError))
     if not ran:
-        text += "; say inject(model, ..., example=batch), which finds calls of PyTorch's functions and written-out ones"
+        text += f"; {BY_EXAMPLE}"
     return text + f"; write an adapter ({GUIDE}) or use quest_core.Attention in your model"
