@@ -14,7 +14,7 @@ cells = pd.read_parquet(Path(sys.argv[1]) / "results.parquet")
 cells = cells[cells["state"] == "done"]
 for title, decodes in (("Training step", False), ("Decoding", True)):
     print(f"## {title}\n\n| suite | task | stock, ms | `standard` | `quest` |\n|---|---|---:|---|---|")
-    chosen = cells[cells["task"].str.startswith("decode") == decodes]
+    chosen = cells[cells["task"].str.startswith("decode-") == decodes]
     for (suite, task), rows in chosen.groupby(["suite", "task"], sort=False):
         columns = [f"{1e3 * rows['metric/stock seconds'].median():.1f}"]
         for attention in ("standard", "quest"):
