@@ -157,7 +157,8 @@ def readme() -> str:
     for entry in evidence("readme"):
         found = row(entry, "quest")
         seeds = found.finished if found else 0
-        lines.append(f"| {entry['label']} | {entry['paper']} | {entry['model']} | {seeds} | {effect(found)} |")
+        model = f"[{entry['model']}]({study(entry).removeprefix('../')})"
+        lines.append(f"| {entry['label']} | {entry['paper']} | {model} | {seeds} | {effect(found)} |")
     return "\n".join(lines)
 
 

@@ -216,7 +216,20 @@ def test_an_error_leaves_the_model_untouched(make, options, kind, text):
     assert all(torch.equal(a, b) for a, b in zip(before.values(), made.state_dict().values(), strict=True))
 
 
-def test_a_universal_site_is_refused():
-    ours, _ = quest_core.inject(nn.Sequential(Around(width=E, heads=H)), "standard", example=torch.randn(2, 5, E))
-    with pytest.raises(UnsupportedError, match="no adapter knows which projection of '0' makes its queries"):
+class WrittenOut(nn.Module):
+    """Attention of one head that forms its weights."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("kind", [Around, WrittenOut])
+def test_a_site_that_an_example_found_is_refused(kind):
+    ours, _ = quest_core.inject(nn.Sequential(kind(width=E, heads=H)), "standard", example=torch.randn(2, 5, E))
+    with pytest.raises(UnsupportedError, match=r"'0' was found by an example; use .*example=batch"):
         quest_core.calibrate(ours, [torch.randn(2, 5, E)])

@@ -287,8 +287,8 @@ def inject(
         model, [site.path for _, site in chosen], lambda module: module in others or looks_like_attention(module)
     )
     if not allow_partial:
-        stays = {path: left[path] for path in left if path not in finding.left}
-        _refuse_partial(config, chosen, by_design, stays, ran=example is not None)
+        unread = {path: left[path] for path in left if path not in finding.left}
+        _refuse_partial(config, chosen, by_design, unread, ran=example is not None)
     for owner, site in chosen:
         require(owner, site, config)
     _refuse_heads(config, [site for _, site in chosen])

@@ -16,7 +16,7 @@ from ..compat import same_random_state
 from ..config import STANDARD, AttentionConfig, AttentionSpec
 from ..errors import ConfigError, InputError, UnsupportedError
 from ..hosts.adapter import Adapter
-from ..hosts.finding import UNIVERSAL
+from ..hosts.finding import UNIVERSAL, WRITTEN_OUT
 from ..hosts.inject import inject
 from ..hosts.plugins import adapter as find_adapter
 from ..hosts.sites import run_example
@@ -100,8 +100,11 @@ def calibrate(
     with same_random_state(model), torch.no_grad():
         twin = copy.deepcopy(model).eval()
         twin, replaced = inject(twin, _source(twin), adapter=adapter)
-        if unknown := [row.path for row in replaced.replacements if row.adapter == UNIVERSAL]:
-            raise UnsupportedError(f"no adapter knows which projection of '{unknown[0]}' makes its queries")
+        if unknown := [row.path for row in replaced.replacements if row.adapter in (UNIVERSAL, WRITTEN_OUT)]:
+            raise UnsupportedError(
+                f"calibrate scales the projection of queries, which an adapter knows; '{unknown[0]}' was found by an "
+                "example; use quest_core.inject(model, 'quest', example=batch), and fine-tune"
+            )
         given = adapter if isinstance(adapter, Adapter) else None
         owners = [(row.path, given or find_adapter(row.adapter)) for row in replaced.replacements]
         refuse_shared(twin, [path for path, _ in owners])

@@ -141,6 +141,25 @@ def test_grounding_dino_keeps_its_fusion_if_that_is_asked_for():
     assert {f"encoder.layers.{layer}.fusion_layer.attn" for layer in (0, 1)} <= {*report.left_alone}
 
 
+def test_a_detector_whose_file_has_other_names_is_saved_and_loaded(tmp_path):
+    """RF-DETR chooses queries among the places of an image, and its files say transformer.decoder for model.decoder."""
+    needs("rf_detr")
+    stages = ("stage_names", "out_features", "_out_features", "_out_indices")
+    backbone = {k: v for k, v in hf.RfDetrConfig().backbone_config.to_dict().items() if k not in stages}
+    backbone |= {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "out_indices": [2, 4]}
+    heads = {"decoder_self_attention_heads": 2, "decoder_cross_attention_heads": 2}
+    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 32, "num_queries": 100, "group_detr": 1}
+    config = hf.RfDetrConfig(backbone_config=backbone, **heads, **sizes)
+    model = hf.AutoModelForObjectDetection.from_config(config, attn_implementation="qknorm-hs").eval()
+    with torch.no_grad():
+        for one in model.attention_report.replacements:
+            model.get_submodule(one.path).mechanism.score.log_scale.uniform_(0, 3)
+    model.save_pretrained(tmp_path)
+    images = torch.randn(1, 3, 224, 224)
+    again = hf.AutoModelForObjectDetection.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(pixel_values=images).logits, model(pixel_values=images).logits)
+
+
 @pytest.mark.parametrize("model_type", ["lxmert", "neomme", pytest.param("perceiver", marks=pytest.mark.slow)])
 def test_models_with_configs_and_inputs_of_their_own(model_type):
     needs(model_type)

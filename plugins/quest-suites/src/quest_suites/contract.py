@@ -1,7 +1,7 @@
 """The contract between a plugin's benchmark tasks and `quest bench`.
 
-A plugin declares its suites as data in a module of its sub-package ``bench`` (README of quest-bench: the keys), under
-the entry-point group ``quest.suites``: ``tsai = "quest_suites.tsai.suites:SUITES"``. It implements each suite as one
+A package declares its suites as data in a module of their own (README of quest-bench: the keys), under the entry-point
+group ``quest.suites``: ``tsai = "quest_suites.tsai.suites:SUITES"``. It implements each suite as one
 function ``run(cell, progress) -> Result`` under the entry-point group ``quest.benchmarks``. One call trains and
 evaluates one cell: one task, one attention, one seed.
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from os.path import commonprefix
 from types import SimpleNamespace
 from typing import Any
 from zipfile import is_zipfile
@@ -56,11 +57,20 @@ def take_unexpected(model: nn.Module, info: Any, stored: Mapping[str, Tensor]) -
     for key in [*info.unexpected_keys]:
         path, mechanism, _ = key.rpartition(".mechanism.")
         owner = next((part for name, part in model.named_modules() if name == path), None)
-        names = [one for one in stored if one == key or one.endswith(f".{key}")]  # a host may shorten what files say
-        if mechanism and names and owner is not None and not hasattr(owner, "mechanism"):
-            found[key] = stored[names[0]]
+        name = _name_in_file(key, stored)
+        if mechanism and name and owner is not None and not hasattr(owner, "mechanism"):
+            found[key] = stored[name]
             info.unexpected_keys.remove(key)
     return found
+
+
+def _name_in_file(key: str, stored: Mapping[str, Tensor]) -> str | None:
+    """Return the name in the checkpoint of a key, of which a host may rename the first parts; None if it is unclear."""
+    parts = key.split(".")[::-1]
+    shared = {name: len(commonprefix([parts, name.split(".")[::-1]])) for name in stored}
+    most = max(shared.values(), default=0)
+    names = [name for name in shared if shared[name] == most > parts.index("mechanism") + 1]
+    return names[0] if len(names) == 1 else None
 
 
 def load_mechanisms(model: nn.Module, stored: Mapping[str, Tensor], missing: Set[str], known: Set[str]) -> None:

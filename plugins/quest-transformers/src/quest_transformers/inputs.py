@@ -90,7 +90,8 @@ class Maker:
     # Images
 
     def pixel_values(self) -> Tensor:
-        size = self._of_image(*_SIZES) or (64, 256, 64)[self.form]
+        large = 448 if self.of_config("num_queries") else 256  # a detector has a query for some of the places
+        size = self._of_image(*_SIZES) or (64, large, 64)[self.form]
         if isinstance(size, dict):
             size = (size["height"], size["width"])
         height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
