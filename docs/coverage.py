@@ -53,7 +53,7 @@ TINY = {
     **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim", "d_ff", "n_inner"), 64),
     **dict.fromkeys(("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads", "n_head"), 4),
     **dict.fromkeys(("num_heads", "n_heads"), 4),
-    **{"num_key_value_heads": 2, "head_dim": 16},
+    **{"num_key_value_heads": 2, "head_dim": 16, "num_queries": 8},
     **{"attn_layer_period": 2, "attn_layer_offset": 1},
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
@@ -147,8 +147,6 @@ def _sizes(config: Any, names: Any) -> dict[str, Any]:
     for name, value in TINY.items():
         if name in names and type(getattr(config, name, None)) is int and getattr(config, name) > value:
             made[name] = value
-    if getattr(config, "projector_scale_factors", None) == []:
-        made["projector_scale_factors"] = [1.0]  # of LW-DETR, which has no default that runs
     for name in getattr(config, "sub_configs", ()):
         part = getattr(config, name, None)
         if part is not None:

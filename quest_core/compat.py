@@ -187,10 +187,13 @@ class FxLeaf(nn.Module):
 _modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 
 
+_is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor  # of torch.vmap
+
+
 def may_read(x: Tensor, *, waits: bool = False) -> bool:
     """Return whether eager code may branch on the numbers in `x`: it has some, and waits for a GPU only if `waits`."""
     near = x.is_cpu or (waits and not x.is_meta and not (x.is_cuda and torch.cuda.is_current_stream_capturing()))
-    return not _modes() and near and type(x) in (Tensor, nn.Parameter) and x.numel() > 0
+    return not _modes() and near and type(x) in (Tensor, nn.Parameter) and not _is_batched(x) and x.numel() > 0
 
 
 _answers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> question -> its latest view and the answer

@@ -401,7 +401,38 @@ def with_a_feature(q, k, more):
 
 
 PART = "a factor on its queries or keys is followed by more than moves"
+
+
+def symmetric(m, q, k, v):
+    logits = q @ k.mT * D**-0.5
+    return ((logits + logits.mT) / 2).softmax(-1) @ v
+
+
+def with_a_memory(m, q, k, v):
+    logits = torch.cat([q @ k.mT, q @ m.memory.mT], -1) * D**-0.5
+    return logits.softmax(-1) @ torch.cat([v, m.memory.expand_as(v)], 2)
+
+
+def with_a_parameter_put_in(m, q, k, v):
+    q = q * D**-0.5
+    q[:, :, 0] = m.memory[:, 0]
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def with_a_parameter_chosen(m, q, k, v):
+    q = torch.where(torch.arange(N)[:, None] == 0, m.memory, q * D**-0.5)
+    return (q @ k.mT).softmax(-1) @ v
+
+
 WRONG: dict[str, tuple[str, Spelling]] = {
+    "a product and its transpose": ("a sum of its multiples", symmetric),
+    "keys of a memory": ("a join of two products", with_a_memory),
+    "temperatures of one": (
+        "a tensor of factors",
+        lambda m, q, k, v: (q @ k.mT * D**-0.5 * torch.ones(H, 1, 1)).softmax(-1) @ v,
+    ),
+    "a parameter put into scaled queries": ("followed by more than moves", with_a_parameter_put_in),
+    "a parameter chosen for scaled queries": ("followed by more than moves", with_a_parameter_chosen),
     "an unscaled feature": (PART, lambda m, q, k, v: with_a_feature(q, k, m.learned).softmax(-1) @ v),
     "an unscaled parameter among queries": (
         PART,
@@ -701,6 +732,109 @@ def test_another_way_than_in_the_example_is_refused(way):
     quest_core.inject(model, "quest", example=x)
     with pytest.raises(UnsupportedError, match=r"'layers.0' .* not written as in the example"):
         model(x, way=way)
+
+
+def stable(m, q, k, v, near=None, call=False):
+    logits = q @ k.mT * (near or D**-0.5)
+    weights = (logits - logits.amax(-1, keepdim=True).detach()).softmax(-1)
+    return weights @ v + (F.scaled_dot_product_attention(q, v, v) if call else 0)
+
+
+def test_logits_of_which_the_largest_is_subtracted_are_not_those_of_a_sigmoid():
+    model, x = make(stable)
+    with pytest.raises(UnsupportedError, match="needs logits of queries and keys only"):
+        quest_core.inject(model, "quest+sigmoid", example=x)
+    quest_core.inject(model, "quest", example=x)
+    with quest_core.Monitor(model) as monitor:
+        model(x)
+        assert "subtracts a number from the logits" in str(monitor.unseen())
+
+
+@pytest.mark.parametrize("how", [{"near": 1.003 * D**-0.5}, {"call": True}])
+def test_a_factor_that_is_near_and_a_call_beside_are_refused(how):
+    model, x = make(stable)
+    quest_core.inject(model, "quest", example=x)
+    with pytest.raises(UnsupportedError, match=r"'layers.0' .* not written as in the example"):
+        model(x, **how)
+
+
+class Recomputing(torch.autograd.Function):
+    """A checkpoint as hosts write it by hand."""
+
+    @staticmethod
+    def forward(ctx, run, *tensors):
+        ctx.run, ctx.tensors = run, tensors
+        with torch.no_grad():
+            return run(*tensors)
+
+    @staticmethod
+    def backward(ctx, grad):
+        tensors = [x.detach().requires_grad_() for x in ctx.tensors]
+        with torch.enable_grad():
+            out = ctx.run(*tensors)
+        return (None, *torch.autograd.grad(out, tensors, grad))
+
+
+@pytest.mark.parametrize("run", [lambda q, k, v: (q @ k.mT).softmax(-1) @ v, F.scaled_dot_product_attention])
+def test_a_checkpoint_of_the_hosts_own_is_refused(run):
+    model, x = make(lambda m, q, k, v: Recomputing.apply(run, q, k, v) if m.training else run(q, k, v))
+    model.eval()
+    quest_core.inject(model, "quest", example=x)
+    with pytest.raises(UnsupportedError, match="inside RecomputingBackward"):
+        model.train()(x)
+
+
+@pytest.mark.parametrize("place", ["positional", "out"])
+def test_a_softmax_with_a_type_or_a_place_for_its_result(place):
+    def spelling(m, q, k, v):
+        logits = q @ k.mT * D**-0.5
+        if place == "out":
+            torch.softmax(logits, -1, out=logits)
+            return logits @ v
+        return (torch.softmax(logits, -1, torch.float64) @ v.double()).float()
+
+    model, x = make(spelling)
+    by_hand = copy.deepcopy(model)
+    for layer in by_hand.layers:
+        layer.spelling = lambda m, q, k, v: (
+            (torch.einsum("bhid,bhjd->bhij", q, k / k.norm(dim=-1, keepdim=True)) - math.log(N)).sigmoid() @ v
+        )
+    with torch.no_grad():
+        quest_core.inject(model, "quest+sigmoid", example=x)
+        torch.testing.assert_close(model(x), by_hand(x))
+
+
+def test_a_module_of_a_sites_class_that_did_not_run_is_refused():
+    class Dropped(Model):
+        def forward(self, x):
+            return self.layers[0](x)
+
+    x = torch.randn(B, N, H * D)
+    with pytest.raises(InjectionError, match=r"leave 1 as they are.*'layers.1'"):
+        quest_core.inject(Dropped(scale_after_product), "quest", example=x)
+
+
+def test_keys_that_a_layer_makes_fewer_are_no_channels():
+    """Linformer."""
+    shrink = torch.randn(N, 3)
+    model, x = make(lambda m, q, k, v: (q @ (k.mT @ shrink) * D**-0.5).softmax(-1) @ (v.mT @ shrink).mT)
+    by_hand = copy.deepcopy(model)
+    for layer in by_hand.layers:
+        layer.spelling = lambda m, q, k, v: quest(q, (k.mT @ shrink).mT, (v.mT @ shrink).mT)
+    quest_core.inject(model, "quest", example=x)
+    torch.testing.assert_close(model(x), by_hand(x))
+
+
+def test_vmap_inside_of_a_module():
+    def one(q, k, v):
+        return (q @ k.mT * D**-0.5).softmax(-1) @ v
+
+    model, x = make(lambda m, q, k, v: torch.vmap(one)(q, k, v))
+    by_hand = copy.deepcopy(model)
+    for layer in by_hand.layers:
+        layer.spelling = lambda m, q, k, v: quest(q, k, v)
+    quest_core.inject(model, "quest", example=x)
+    torch.testing.assert_close(model(x), by_hand(x))
 
 
 @pytest.mark.parametrize("attend", ["written out", "universal"])

@@ -17,7 +17,8 @@ from .run import split
 WATCH = """\
 Start a training command and measure its attention at every n-th step: the largest logit, the entropy of the weights,
 the norms of queries and keys. Works with any attention, QUEST or not, and without a change of the script. Prints a line
-at most every ten seconds, says which logits grow and what unit keys would bound, and writes a page with curves at the end.
+at most every ten seconds, says which logits grow and what unit keys would bound, and writes a page with curves at the
+end.
 """
 WATCH_EXAMPLES = """\
 examples:

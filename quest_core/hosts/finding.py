@@ -111,7 +111,8 @@ class _Judge:
         for origin, over in softmax.axes.items():
             for operand, own in zip(origin.operands, origin.equation, strict=False):
                 if operand.features is not None and over & {*own} & operand.features:
-                    return not operand.features & {*contraction(origin.equation)}
+                    inner = {*contraction(origin.equation)}
+                    return not any(one.features and one.features & inner for one in origin.operands)
         return False
 
     def _content(self, softmax: Softmax) -> Flow:
@@ -141,7 +142,13 @@ class _Judge:
     def _is_position(self, origin: Origin) -> bool:
         """Return whether an operand is a parameter, or is the same for other inputs."""
         if self._other is None:
-            self._other = self.again().products
+            try:
+                self._other = self.again().products
+            except Exception as error:  # of a host that does not take these values
+                raise UnsupportedError(
+                    "several products meet under one softmax, and a run on other values, which would show the one of "
+                    f"positions, failed: {type(error).__name__}: {error}"
+                ) from error
         if len(self._other) != len(self.search.products):
             raise UnsupportedError("its products depend on the values of the input")
         if origin.number < 0 or not origin.operands:
@@ -185,7 +192,8 @@ class _Judge:
             head_dim=head_dim,
             causal=softmax.causal,
             cross=tokens != math.prod(k.sizes[s] for s in over),
-            layout=_layout(flow) if over == {*product.axes[3]} else None,
+            layout=_layout(flow) if over == {*product.axes[3]} and not flow.shifted else None,
+            shifted=flow.shifted,
             note=norm_note(k.norm) or (KEPT if product.normed and factors[0] != 1 else ""),
             query=q.like,
         )
@@ -295,7 +303,7 @@ class Finding:
         self.written |= judge.sites
         self.left = judge.left
         ours = self._ours()
-        kinds = {host_class(self.modules[path]) for path in self.calls}
+        kinds = {host_class(self.modules[path]) for path in (*self.calls, *self.written)}
         weigh = {one.place for one in search.softmaxes if one.is_usual}
         alike = {type(self.modules[x]) for x in judge.left} - {type(self.modules[x]) for x in (*ours, *judge.refused)}
         for path, module in self.modules.items():

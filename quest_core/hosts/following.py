@@ -70,10 +70,12 @@ _names: dict[Any, str] = {**FUNCTIONS}  # what `name_of` has answered
 SCALES = ("mul", "div")
 LEARNED = "a learned factor"
 PART = "a factor on a part"
+MULTIPLES = "a sum of its multiples"
 TENSOR = "a tensor of factors"
 NORMS = _words("norm vector_norm linalg_vector_norm square pow")
 NEUTRAL = 1e3  # bounds beyond it do not change logits
-SAME = 2**-7  # relative difference of factors that are one: a tensor of bfloat16 rounds them
+SAME = 1e-5  # relative difference of factors that are one
+ROUNDED = 2**-7  # the same where a tensor of bfloat16 rounds them
 
 
 def name_of(func: Any) -> str:
@@ -120,6 +122,7 @@ class Flow(NamedTuple):
     odd: str | None = None  # the first function that did more than to move, scale, shift or hide entries
     entries: Tensor | None = None  # 1 + the place of each entry in the origin, 0 for one from elsewhere; None: unknown
     frames: tuple[Any, ...] = ()  # the modules that were running when it was last multiplied by a number
+    shifted: bool = False  # the largest logit of each row, or the like, was subtracted
 
 
 Flows = tuple[Flow, ...]
@@ -265,10 +268,17 @@ class Following(TorchFunctionMode):
         return bool(self.flows(other) and not self.flows(one))
 
     def _hides(self, x: Any) -> bool:
-        """Return whether a tensor holds only zeros and ones, as a mask does, and no logits; only a search looks."""
+        """Return whether a tensor holds only zeros and ones, as a mask does, and no logits; only a search looks.
+
+        A parameter is no mask, and neither are ones for whole rows, which a temperature may be at first.
+        """
         if any(flow.origin.kind == "product" and not flow.origin.is_plain for flow in self.flows(x)):
             return False
-        return not self.places or x.dtype == torch.bool or bool(((x == 0) | (x == 1)).all())
+        if not self.places or x.dtype == torch.bool:
+            return True
+        if isinstance(x, nn.Parameter) or not may_read(x, waits=True):
+            return False
+        return bool(((x == 0) | (x == 1)).all()) and (x.shape[-1:] > (1,) or bool((x == 0).any()))
 
     def _is_by_head(self, x: Any, flow: Flow) -> bool:
         """Return whether a tensor multiplies an activation by one number, or one for each head; only a search looks."""
@@ -292,10 +302,17 @@ class Following(TorchFunctionMode):
             name = "identity"
         if name in ("sub", "add", "rsub") and len(known) > 1:
             # The largest logit of a row, or the sum of all, subtracted from each of them, changes no softmax.
-            flows = list(known[0][1]) + [f for f in known[1][1] if f.odd not in ("max", "amax", "logsumexp")]
+            first, (other, second) = known[0][1], known[1]
+            shifts = [f for f in second if f.odd in ("max", "amax", "logsumexp") and other.shape[-1:] in ((), (1,))]
+            first = tuple(f._replace(shifted=True) for f in first) if shifts else first
             times = (-1.0 if name == "sub" else 1.0) * float(kwargs.get("alpha", 1))
-            flows[len(known[0][1]) :] = [f._replace(factor=f.factor * times) for f in flows[len(known[0][1]) :]]
-        if name in JOINS and _mixes_factors(known):
+            second = tuple(f._replace(factor=f.factor * times) for f in second if f not in shifts)
+            both = _products(first) & _products(second)
+            flows = [_odd_flow(f, MULTIPLES) if f.origin in both else f for f in (*first, *second)]
+        if name in JOINS and len(set.union(*(_products(flows) for _, flows in known))) > 1:
+            flows = [_odd_flow(f, "a join of two products") if f.origin.kind == "product" else f for f in flows]
+        pair = [(x, flows) for x, flows in known if x.is_floating_point()] if name == "where" else known
+        if (name in (*JOINS, "setitem") or (name == "where" and len(pair) > 1)) and _mixes_factors(pair):
             flows = [_partial_flow(f) if f.origin.is_plain else f for f in flows]
         if name in MOVES or name == "setitem":
             moved = [f for f in flows if not self.places or f.entries is not None]
@@ -382,8 +399,13 @@ class Comparing(Following):
                 continue  # nothing is undone
             if given is None:
                 self.refuse(f"multiplies its {what} by a number and changes them after that, unlike in the example")
-            elif not math.isclose(given, factor, rel_tol=SAME):
+            elif not same_factor(given, factor, x):
                 self.refuse(f"multiplies its {what} by {given:g}, and in the example by {factor:g}")
+
+
+def same_factor(one: float, other: float, x: Tensor) -> bool:
+    """Return whether two factors on `x` are one."""
+    return math.isclose(one, other, rel_tol=ROUNDED if x.element_size() < 4 else SAME)
 
 
 def number(x: Any) -> float | None:
@@ -493,6 +515,11 @@ def _only_parameters(given: list[Tensor]) -> bool:
     return bool(floating) and all(map(_is_learned, floating))
 
 
+def _products(flows: Flows) -> set[Origin]:
+    """Return the products from which a tensor was made."""
+    return {flow.origin for flow in flows if flow.origin.kind == "product"}
+
+
 def _partial_flow(flow: Flow) -> Flow:
     """Return the flow of a sum or a join, of whose parts one has the factor of `flow`, and another has not."""
     return flow._replace(odd=PART, factor=1.0) if flow.odd in (None, PART) else flow
@@ -562,7 +589,7 @@ def _merge(flows: list[Flow]) -> Flows:
         if other is None:
             found[flow.origin] = flow
         elif other.factor != flow.factor:
-            found[flow.origin] = other._replace(odd=other.odd or flow.odd or "a sum of its multiples")
+            found[flow.origin] = other._replace(odd=other.odd or flow.odd or MULTIPLES)
         elif flow.odd and not other.odd:
             found[flow.origin] = other._replace(odd=flow.odd)
     joined = (*found.values(), *(() if plain is None else (plain,)))

@@ -102,6 +102,8 @@ def site_draft(kind: type[FoundSite], module: nn.Module, found: Any) -> Any:
 def refuse_checkpoint(path: str, levels: int) -> None:
     """Raise if a checkpoint lies inside a site's forward, because the second forward would not pass the site.
 
+    So does a torch.autograd.Function, as hosts write checkpoints by hand.
+
     `levels` of the stack lie between this function and the call that is looked at.
     """
     frame = sys._getframe(levels)
@@ -111,7 +113,18 @@ def refuse_checkpoint(path: str, levels: int) -> None:
                 f"'{path}' attends inside an activation checkpoint of its own, which would repeat it with the host's "
                 "attention; turn that off and checkpoint the whole module"
             )
+        if (context := _context(frame)) is not None and any(context.needs_input_grad):
+            raise UnsupportedError(
+                f"'{path}' attends inside {type(context).__name__}, whose backward may repeat it with the host's "
+                "attention; call the attention outside of a torch.autograd.Function"
+            )
         frame = frame.f_back
+
+
+def _context(frame: FrameType) -> Any:
+    """Return the context of the torch.autograd.Function whose forward a frame runs, or None."""
+    first = frame.f_locals.get((*frame.f_code.co_varnames, "")[0]) if frame.f_code.co_name == "forward" else None
+    return first if isinstance(first, torch.autograd.function.FunctionCtx) else None
 
 
 def in_compiled_graph(site: nn.Module) -> bool:
@@ -132,8 +145,7 @@ def in_autograd_function() -> bool:
     """Return whether the forward of a torch.autograd.Function is running, whose backward would not see a change."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        first = frame.f_locals.get((*frame.f_code.co_varnames, "")[0]) if frame.f_code.co_name == "forward" else None
-        if isinstance(first, torch.autograd.function.FunctionCtx):
+        if _context(frame) is not None:
             return True
         frame = frame.f_back
     return False

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..compat import is_compiling, refuse_one_token
@@ -22,7 +23,6 @@ from ..projections import HeadSizes
 from .adapter import Capabilities, mechanism_for
 from .following import (
     FUNCTIONS,
-    SAME,
     SOFTMAX,
     Comparing,
     Origin,
@@ -30,8 +30,10 @@ from .following import (
     equation,
     is_product,
     operands,
+    same_factor,
 )
 from .sites import FoundSite, beyond_operands, in_compiled_graph, refuse_checkpoint, site_draft
+from .universal import FUNCTIONS as CALLS
 
 HIDDEN = -5e3  # a logit at or below it is hidden, for normalizers that count what a row sees
 
@@ -110,6 +112,7 @@ class Written:
     # The letters of the product in the order in which all logits hold its entries; None if they hold others, or if
     # their softmax is not over all keys.
     layout: str | None = None
+    shifted: bool = False  # the host subtracts the largest logit of each row, or the like
     note: str = field(default="", compare=False)  # a remark for the report
     query: Tensor | None = field(default=None, compare=False)  # without values: has the device and the type of queries
 
@@ -134,6 +137,7 @@ class Written:
         """Return what two forwards of one module have in common; UnsupportedError if they write another attention."""
         flags: dict[str, Any] = {name: getattr(self, name) or getattr(other, name) for name in ("causal", "cross")}
         flags["layout"] = self.layout if self.layout == other.layout else None
+        flags["shifted"] = self.shifted or other.shifted
         if replace(self, **flags) != replace(other, **flags):
             raise UnsupportedError(f"'{self.path}' writes its attention in two ways, and a site has one mechanism")
         return replace(self, **flags)
@@ -196,6 +200,8 @@ class _Preparing(Comparing):
             if not is_compiling() and in_compiled_graph(self.site):
                 return func(*args, **kwargs)
             return self._weigh(func, args, kwargs) if known == SOFTMAX else self._multiply(known, func, args, kwargs)
+        if self.eager and func in CALLS:
+            self.refuse(f"calls {CALLS[func].name} too")
         return self.call(func, args, kwargs)
 
     def finish(self) -> None:
@@ -255,12 +261,14 @@ class _Preparing(Comparing):
             if known and (odd := [odd for *_, odd in flows if odd]):
                 self.refuse(f"takes its logits through {odd[0]} before the softmax")
             pairs = zip(flows, known, strict=False)
-            if len(flows) != len(known) or any(a[0] != b[0] or not _same(a[1], b[1]) for a, b in pairs):
+            if len(flows) != len(known) or any(a[0] != b[0] or not same_factor(a[1], b[1], logits) for a, b in pairs):
                 found = tuple(flow[:2] for flow in flows)
                 self.refuse(f"takes a softmax of the products and factors {found}, and in the example of {known}")
         content = self._content(known) if self.keeps else None
         if content is None:
             return func(*args, **kwargs)
+        place = 3 if func is F.softmax else 2
+        dtype, out = args[place] if len(args) > place else kwargs.get("dtype"), kwargs.get("out")
         mechanism, (product, q, k, shape), planes = self.mechanism, content, None
         if self.known.layout is not None:
             if self.eager and logits.numel() != math.prod(shape):
@@ -272,10 +280,11 @@ class _Preparing(Comparing):
             return func(*args, **kwargs)
         assert planes is not None
         refuse_one_token(mechanism.config, *logits.shape[-2:])
-        z = planes.of(logits.to(kwargs.get("dtype") or logits.dtype))
+        z = planes.of(logits.to(dtype or logits.dtype))
         mask = z > HIDDEN
         mechanism.refuse_future(mask)
-        return planes.back(mechanism.normalizer.weights(z.masked_fill(~mask, 0), mask))
+        weights = planes.back(mechanism.normalizer.weights(z.masked_fill(~mask, 0), mask))
+        return weights if out is None else out.copy_(weights)
 
     def _content(self, known: tuple[tuple[int, float], ...]) -> tuple[Product, Tensor, Tensor, tuple[int, ...]] | None:
         """Return the product of q and k under the softmax, its q and k and its shape; None for other softmaxes."""
@@ -288,6 +297,10 @@ class _Preparing(Comparing):
 
     def _show(self, q: Tensor, k: Tensor, logits: Tensor, planes: _Planes | None, product: Product, dim: int) -> None:
         """Hand q, k and the logits of a softmax to the Monitor."""
+        if self.known.shifted:
+            for layer in self.mechanism.monitor:
+                layer.miss(f"'{self.known.path}' subtracts a number from the logits of each row before the softmax")
+            return
         q, k = _undone((q, k), product.undone)
         if planes is None:
             logits = logits.movedim(dim, -1)
@@ -326,7 +339,3 @@ class _Planes:
 def _undone(pair: tuple[Tensor, Tensor], factors: tuple[float, ...]) -> list[Tensor]:
     """Return q and k divided by the factors of the host."""
     return [x if factor == 1 else x * (1 / factor) for x, factor in zip(pair, factors, strict=False)]
-
-
-def _same(one: float, two: float) -> bool:
-    return math.isclose(one, two, rel_tol=SAME)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from os.path import commonprefix
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
 from zipfile import is_zipfile
@@ -66,10 +66,14 @@ def take_unexpected(model: nn.Module, info: Any, stored: Mapping[str, Tensor]) -
 
 def _name_in_file(key: str, stored: Mapping[str, Tensor]) -> str | None:
     """Return the name in the checkpoint of a key, of which a host may rename the first parts; None if it is unclear."""
-    parts = key.split(".")[::-1]
-    shared = {name: len(commonprefix([parts, name.split(".")[::-1]])) for name in stored}
-    most = max(shared.values(), default=0)
-    names = [name for name in shared if shared[name] == most > parts.index("mechanism") + 1]
+
+    def shared(name: str) -> int:
+        pairs = zip(reversed(key.split(".")), reversed(name.split(".")), strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    most = max(map(shared, stored), default=0)
+    of_mechanism = key.rpartition(".mechanism.")[2].count(".") + 2
+    names = [name for name in stored if shared(name) == most > of_mechanism]
     return names[0] if len(names) == 1 else None
 
 
