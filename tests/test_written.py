@@ -1111,3 +1111,14 @@ def test_heads_that_share_keys_are_not_balanced_together():
     quest_core.inject(Attention(grouped), "quest", example=x)
     with pytest.raises(quest_core.UnsupportedError, match="'sinkhorn' must know which axis is that of heads"):
         quest_core.inject(Attention(grouped), "sinkhorn", example=x)
+
+
+def test_a_scale_that_a_half_type_rounds_is_the_one_of_the_example():
+    def spelling(m, q, k, v):
+        return ((q @ k.mT * m.scale).float().softmax(-1)).to(v.dtype) @ v
+
+    model, x = make(spelling)
+    for layer in model.layers:
+        layer.register_buffer("scale", torch.tensor(D**-0.5))
+    quest_core.inject(model, "quest", example=x)
+    assert model.bfloat16()(x.bfloat16()).isfinite().all()

@@ -270,7 +270,7 @@ class Following(TorchFunctionMode):
     def _hides(self, x: Any) -> bool:
         """Return whether a tensor holds only zeros and ones, as a mask does, and no logits; only a search looks.
 
-        A parameter is no mask, and neither are ones for whole rows, which a temperature may be at first.
+        A parameter hides nothing, and neither do ones for whole rows, which a temperature may be at first.
         """
         if any(flow.origin.kind == "product" and not flow.origin.is_plain for flow in self.flows(x)):
             return False
@@ -399,13 +399,13 @@ class Comparing(Following):
                 continue  # nothing is undone
             if given is None:
                 self.refuse(f"multiplies its {what} by a number and changes them after that, unlike in the example")
-            elif not same_factor(given, factor, x):
+            elif not same_factor(given, factor, rounded=x.element_size() < 4):
                 self.refuse(f"multiplies its {what} by {given:g}, and in the example by {factor:g}")
 
 
-def same_factor(one: float, other: float, x: Tensor) -> bool:
-    """Return whether two factors on `x` are one."""
-    return math.isclose(one, other, rel_tol=ROUNDED if x.element_size() < 4 else SAME)
+def same_factor(one: float, other: float, *, rounded: bool) -> bool:
+    """Return whether two factors are one; `rounded` if a half type may have rounded one of them."""
+    return math.isclose(one, other, rel_tol=ROUNDED if rounded else SAME)
 
 
 def number(x: Any) -> float | None:

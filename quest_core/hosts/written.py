@@ -192,6 +192,7 @@ class _Preparing(Comparing):
         self.known, self.softmaxes = site.found_attention, 0
         self.mechanism = mechanism = site.mechanism
         self.keeps = not mechanism.fused or mechanism.monitor is not None  # products until their softmax
+        self.rounded = False  # an operand has a half type
         self.formed: dict[int, tuple[Tensor, Tensor, tuple[int, ...]]] = {}  # product -> q, k and its shape
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -230,6 +231,7 @@ class _Preparing(Comparing):
         else:
             q, k = (turn.orient(pair[role]) for turn, role in zip(product.turns, product.roles, strict=True))
             if self.eager:
+                self.rounded |= pair[0].element_size() < 4
                 self.compare_factors((pair[role] for role in product.roles), product.factors)
             if not self.site.untouched:
                 pair = self._prepare(product, q, k)
@@ -260,8 +262,11 @@ class _Preparing(Comparing):
             flows.sort(key=lambda flow: flow[:2])
             if known and (odd := [odd for *_, odd in flows if odd]):
                 self.refuse(f"takes its logits through {odd[0]} before the softmax")
-            pairs = zip(flows, known, strict=False)
-            if len(flows) != len(known) or any(a[0] != b[0] or not same_factor(a[1], b[1], logits) for a, b in pairs):
+            same = [
+                a[0] == b[0] and same_factor(a[1], b[1], rounded=self.rounded)
+                for a, b in zip(flows, known, strict=False)
+            ]
+            if len(flows) != len(known) or not all(same):
                 found = tuple(flow[:2] for flow in flows)
                 self.refuse(f"takes a softmax of the products and factors {found}, and in the example of {known}")
         content = self._content(known) if self.keeps else None
