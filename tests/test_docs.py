@@ -131,7 +131,7 @@ def test_the_code_of_a_page_runs(page, capsys):
     printed = capsys.readouterr().out
     if not FROM_TOP_TO_BOTTOM[page]:
         said = re.findall(r"^print\(.*\)  # (.*)$", "".join(block.code for block in found), re.MULTILINE)
-        assert [text for text in said if text not in printed] == []
+        assert [text for text in said if text.removesuffix("; ...") not in printed] == []
 
 
 def test_every_block_of_the_pages_is_run_or_says_why_not():

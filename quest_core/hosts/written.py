@@ -223,9 +223,9 @@ class _Preparing(Comparing):
             return func(*args, **kwargs)
         head, *pair, rest = parts
         if self.eager:
-            refuse_checkpoint(self.known.path, 3)
             if (letters := equation(name, head, *pair)) != product.equation:
                 self.refuse(f"forms the product {letters}, and the example {product.equation}")
+            refuse_checkpoint(self.known.path, 3)
         if product.query is None:
             out = func(*args, **kwargs)
         else:
