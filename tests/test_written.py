@@ -825,6 +825,20 @@ def test_keys_that_a_layer_makes_fewer_are_no_channels():
     torch.testing.assert_close(model(x), by_hand(x))
 
 
+def test_a_second_run_that_fails_is_named():
+    calls = []
+
+    def spelling(m, q, k, v):
+        calls.append(m)
+        if len(calls) > 2:  # after both layers of the first run
+            raise ValueError("lengths must be sorted")
+        return ((q @ k.mT + v @ k.mT) * D**-0.5).softmax(-1) @ v
+
+    model, x = make(spelling)
+    with pytest.raises(UnsupportedError, match="a run on other values.* failed: ValueError: lengths must be sorted"):
+        quest_core.inject(model, "quest", example=x)
+
+
 def test_vmap_inside_of_a_module():
     def one(q, k, v):
         return (q @ k.mT * D**-0.5).softmax(-1) @ v
