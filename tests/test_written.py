@@ -121,6 +121,25 @@ def empty_baddbmm(m, q, k, v):
     return (logits.view(B, H, N, N).softmax(-1).view(B * H, N, N) @ v.flatten(0, 1)).unflatten(0, (B, H))
 
 
+@right(lambda m, q, k, v: quest(q, k, v, m.bias))
+def baddbmm_in_place(m, q, k, v):
+    logits = m.bias.expand(B, H, N, N).reshape(-1, N, N).to(q.dtype, copy=True)
+    logits.baddbmm_(q.flatten(0, 1), k.flatten(0, 1).mT, alpha=D**-0.5)
+    return logits.view(B, H, N, N).softmax(-1) @ v
+
+
+def pooled(q):
+    """Agents: the mean of pairs of queries."""
+    return F.avg_pool1d(q.flatten(0, 1).mT, 2).mT.unflatten(0, (B, H))
+
+
+@right(lambda m, q, k, v: quest(q, pooled(q), quest(pooled(q), k, v)))
+def agents_between_queries_and_keys(m, q, k, v):
+    agents = pooled(q)
+    values = (agents @ k.mT * D**-0.5).softmax(-1) @ v
+    return (q @ agents.mT * D**-0.5).softmax(-1) @ values
+
+
 @right()
 def scale_in_a_tensor_that_stands_first(m, q, k, v):
     return ((m.frozen * q) @ k.mT).softmax(-1) @ v
@@ -400,6 +419,17 @@ def with_a_feature(q, k, more):
     return q @ k.mT
 
 
+@torch.jit.script
+def scripted(x):
+    return x.flip(-1)
+
+
+def scaled_behind_a_view(q, k):
+    turned = q.mT
+    q *= D**-0.5
+    return turned.mT @ k.mT
+
+
 PART = "a factor on its queries or keys is followed by more than moves"
 
 
@@ -445,6 +475,11 @@ WRONG: dict[str, tuple[str, Spelling]] = {
         lambda m, q, k, v: ((q * D**-0.5 + m.memory[:, : q.shape[2]]) @ k.mT).softmax(-1) @ v,
     ),
     "scaled in place": (PART, lambda m, q, k, v: (scaled_part(q, k)).softmax(-1) @ v),
+    "scaled in place after a view": (PART, lambda m, q, k, v: scaled_behind_a_view(q.clone(), k).softmax(-1) @ v),
+    "scaled, then a script": (
+        "a function that PyTorch does not show.*made its queries or keys",
+        lambda m, q, k, v: (scripted(q * D**-0.5) @ scripted(k).mT).softmax(-1) @ v,
+    ),
     "cosines": ("cosine attention", lambda m, q, k, v: (cosines(q, k) * 10).softmax(-1) @ v),
     "cosines with temperatures": (
         "cosine attention.*a learned temperature",
@@ -597,6 +632,12 @@ def test_a_module_without_parameters_gets_its_mechanism_where_the_queries_are(de
     assert model(x).shape == x.shape
 
 
+def test_without_values_cosines_are_not_taken_for_products():
+    model, x = make(lambda m, q, k, v: (cosines(q, k) * 10).softmax(-1) @ v)
+    with pytest.raises(UnsupportedError, match="tensors without values.*cosines; run the example on a CPU"):
+        quest_core.inject(model.to("meta"), "quest", example=x.to("meta"))
+
+
 def test_logits_of_an_earlier_module_may_be_added():
     def spelling(m, q, k, v, before, by_hand=False):
         logits = q @ F.normalize(k, dim=-1).mT if by_hand else q @ k.mT * D**-0.5
@@ -732,6 +773,26 @@ def test_another_way_than_in_the_example_is_refused(way):
     quest_core.inject(model, "quest", example=x)
     with pytest.raises(UnsupportedError, match=r"'layers.0' .* not written as in the example"):
         model(x, way=way)
+
+
+def gated(m, q, k, v, formula=None):
+    q, k = q * q.mean((1, 2, 3), keepdim=True).sigmoid(), k * k.mean((1, 3), keepdim=True).sigmoid()
+    return quest(q, k, v) if formula else (q @ k.mT * D**-0.5).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("shape", [(1, N), (1, 1), (B, 1)])
+def test_gates_of_one_entry_are_gates(shape):
+    model, x = make(gated)
+    one = torch.randn(*shape, H * D)
+    wanted = model(one, formula=True)
+    quest_core.inject(model, "quest", example=x)
+    torch.testing.assert_close(model(one), wanted)
+
+
+def test_one_forward_has_one_scale():
+    model, x = make(lambda m, q, k, v: (q @ k.mT * D**-0.5).softmax(-1) @ ((k @ q.mT * 0.1).softmax(-1) @ v))
+    with pytest.raises(UnsupportedError, match="products with two scales"):
+        quest_core.inject(model, "quest", example=x)
 
 
 def stable(m, q, k, v, near=None, call=False):

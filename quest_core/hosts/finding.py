@@ -16,7 +16,7 @@ from ..drafts import host_class
 from ..errors import InjectionError, UnsupportedError
 from .adapter import Adapter, Site, refusal
 from .following import LEARNED, TENSOR, Flow, Origin, varying
-from .search import UNKNOWN, Frame, Operand, Search, Softmax, contraction
+from .search import UNKNOWN, UNSEEN, Frame, Operand, Search, Softmax, contraction
 from .sites import KEPT, FoundSite, looks_like_attention, norm_note, within
 from .universal import Call, Routed
 from .written import Product, Written, WrittenOut
@@ -32,7 +32,7 @@ class _OneKey(UnsupportedError):
 class _Judge:
     """Decides for each module of a search whether it is a site, is kept, or is refused, and why."""
 
-    def __init__(self, search: Search, again: Callable[[], Search]) -> None:
+    def __init__(self, search: Search, again: Callable[[], Search], *, kernels_attend: bool) -> None:
         self.search, self.again = search, again
         self.sites: dict[str, Written] = {}
         self.refused = {path: f"it spells its softmax by {name}" for path, name in search.by_hand.items()}
@@ -61,7 +61,7 @@ class _Judge:
                 elif not origin.uses:
                     self.refused.setdefault(path, "between its product and its softmax stands a compiled kernel")
         for frame in search.frames:
-            weighs = frame.begin[1] != frame.end[1] or frame.path in search.unseen
+            weighs = frame.begin[1] != frame.end[1] or (kernels_attend and frame.path in search.unseen)
             if not weighs and looks_like_attention(frame.module):
                 self.left.setdefault(frame.path, "it forms no softmax")
         self.left = {path: why for path, why in self.left.items() if path not in {*self.sites, *self.refused}}
@@ -84,7 +84,12 @@ class _Judge:
                 found.append(replace(one, path=frame.path))
         if not roles:
             return
-        facts = functools.reduce(Written.join, found)
+        if any(product.head is None for product in roles.values()):
+            roles = {origin: replace(product, head=None) for origin, product in roles.items()}
+            found = [replace(one, heads=1, kv_heads=1) for one in found]
+        if not all(math.isclose(one.scale, found[0].scale) for one in found):
+            raise UnsupportedError(f"'{frame.path}' forms products with two scales, and a site has one")
+        facts = functools.reduce(Written.join, (replace(one, products=()) for one in found))
         start, stop = frame.begin[0], frame.end[0]
         products: list[Product | None] = [
             roles.get(origin, None if origin.is_plain else Product(origin.equation))
@@ -176,6 +181,8 @@ class _Judge:
         if not (q.separable and k.separable) and not _make_scale(head_dim, *factors):  # LoRA's is on a part
             if TENSOR in (q.odd, k.odd):
                 raise UnsupportedError(f"{TENSOR} is on its queries or keys, and none makes the scale 1/√D")
+            if UNSEEN in (q.odd, k.odd):
+                raise UnsupportedError(f"{UNSEEN} made its queries or keys, and no factor makes the scale 1/√D")
             raise UnsupportedError("a factor on its queries or keys is followed by more than moves")
         batch = {*letters[2]} - over
         split = [s for s in letters[query] if s in batch and s in (q.features or ())]
@@ -213,6 +220,11 @@ def _keeps_factor(q: Operand, k: Operand, factors: tuple[float, float, float], h
             )
     if _make_scale(head_dim, *factors):
         return False
+    if q.seen is None or k.seen is None:
+        raise UnsupportedError(
+            f"it multiplies its logits by {math.prod(factors):.3g}, which is not 1/√D, and tensors without values do "
+            "not show whether these are cosines; run the example on a CPU"
+        )
     return _make_scale(head_dim, *factors[1:]) or q.norm is not None
 
 
@@ -287,9 +299,9 @@ class Finding:
         """
         known = {*self.taken, *self.written}
         search = Search(self.model, known).run(example)
-        if not kernels_attend:
-            search.unseen.clear()
-        judge = _Judge(search, lambda: Search(self.model, known).run(example, changed=True))
+        judge = _Judge(
+            search, lambda: Search(self.model, known).run(example, changed=True), kernels_attend=kernels_attend
+        )
         if judge.refused and not allow_partial:
             shown = "; ".join(
                 f"'{path}' ({type(self.modules[path]).__name__}): {why}" for path, why in [*judge.refused.items()][:8]

@@ -12,7 +12,7 @@ import math
 import numbers
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from weakref import ref
 
 import torch
@@ -56,7 +56,13 @@ FUNCTIONS: dict[Any, str] = {
     for name in (*PRODUCTS, SOFTMAX)
     for owner in (torch, Tensor, nn.functional)
     if hasattr(owner, name)
-} | {Tensor.__matmul__: "matmul", torch.linalg.matmul: "matmul", torch.special.softmax: SOFTMAX}
+} | {
+    Tensor.__matmul__: "matmul",
+    Tensor.baddbmm_: "baddbmm",
+    Tensor.addmm_: "addmm",
+    torch.linalg.matmul: "matmul",
+    torch.special.softmax: SOFTMAX,
+}
 """Products and softmaxes, by function: the only ones that are read while compiling."""
 JOINS = _words("cat concat concatenate stack")
 OTHER_PRODUCTS = _words("tensordot inner addbmm bilinear multi_dot chain_matmul cdist linalg_vecdot mv")
@@ -123,6 +129,7 @@ class Flow(NamedTuple):
     entries: Tensor | None = None  # 1 + the place of each entry in the origin, 0 for one from elsewhere; None: unknown
     frames: tuple[Any, ...] = ()  # the modules that were running when it was last multiplied by a number
     shifted: bool = False  # the largest logit of each row, or the like, was subtracted
+    gate: float = 1.0  # the part of the factor in tensors of one entry, which may be gates in a batch of one
 
 
 Flows = tuple[Flow, ...]
@@ -230,8 +237,10 @@ class Following(TorchFunctionMode):
                 flows = (Flow(ACTIVATION),)
             times = factor if name == "mul" else 1 / factor
             why = LEARNED if learned else None
-            frames = tuple(self.running)
-            changed = [_odd_flow(f._replace(factor=f.factor * times, frames=frames), why) for f in flows]
+            frames, gate = tuple(self.running), times if isinstance(other, Tensor) and other.dim() else 1.0
+            changed = [
+                _odd_flow(f._replace(factor=f.factor * times, gate=f.gate * gate, frames=frames), why) for f in flows
+            ]
         else:
             for flow in flows:
                 kind, why = flow.origin.kind, None
@@ -353,15 +362,23 @@ class Following(TorchFunctionMode):
             return None
 
     def _change_base(self, name: str, args: Any, known: list[tuple[Tensor, Flows]], out: Any) -> None:
-        """Mark the tensor of which a part has been changed in place, unless entries were only shifted or hidden."""
+        """Mark the tensors that share memory with one that was changed in place, unless it was only shifted or hidden.
+
+        They are the tensor of which it is a part, its own parts, and others of the same entries.
+        """
         target = args[0] if args else None
-        if out is not target or not isinstance(target, Tensor) or target._base is None:
+        if out is not target or not isinstance(target, Tensor):
             return
+        base, changes = target._base, name not in KEEPS and name != "setitem"
         writes = any(flows for x, flows in known[1:] if x is not target)
-        if writes or (name not in KEEPS and name != "setitem" and self.flows(target._base)):
-            flows = self.flows(target._base) or tuple(f for x, flows in known[1:] for f in flows)
-            marked = tuple(_odd_flow(f, f"{name} of a part")._replace(entries=None) for f in flows)
-            self.note(target._base, marked)
+        if base is not None and (writes or (changes and self.flows(base))):
+            self._mark(base, self.flows(base) or tuple(f for x, flows in known[1:] for f in flows), name)
+        for x in [made() for made, _ in self.followed.values()] if changes else ():
+            if x is not None and x is not target and x is not base and (x._base is target or _is_same(x, target)):
+                self._mark(x, self.flows(x), name)
+
+    def _mark(self, x: Tensor, flows: Flows, name: str) -> None:
+        self.note(x, tuple(_odd_flow(f, f"{name} of a part")._replace(entries=None) for f in flows))
 
 
 class Comparing(Following):
@@ -384,7 +401,7 @@ class Comparing(Following):
             self.follow(name, func, args, kwargs, out)
         return out
 
-    def refuse(self, what: str) -> None:
+    def refuse(self, what: str) -> NoReturn:
         """Raise UnsupportedError, because the site does something else than in the example."""
         raise UnsupportedError(
             f"'{self.site.found_attention.path}' {what}; its attention is not written as in the example with which "
@@ -399,7 +416,8 @@ class Comparing(Following):
                 continue  # nothing is undone
             if given is None:
                 self.refuse(f"multiplies its {what} by a number and changes them after that, unlike in the example")
-            elif not same_factor(given, factor, rounded=x.element_size() < 4):
+            gate = next((flow.gate for flow in self.flows(x) if flow.origin.is_plain), 1.0) or 1.0
+            if not any(same_factor(one, factor, rounded=x.element_size() < 4) for one in (given, given / abs(gate))):
                 self.refuse(f"multiplies its {what} by {given:g}, and in the example by {factor:g}")
 
 
@@ -508,6 +526,12 @@ def tensors(values: Any) -> Iterator[Tensor]:
 def _is_learned(x: Any) -> bool:
     """Return whether `x` is a parameter; a number that is kept as one but is not trained is a number."""
     return isinstance(x, nn.Parameter) and (x.requires_grad or x.numel() > 1)
+
+
+def _is_same(one: Tensor, two: Tensor) -> bool:
+    """Return whether two tensors have the same entries of one storage."""
+    places = [(x.untyped_storage()._cdata, x.storage_offset(), x.numel()) for x in (one, two)]
+    return places[0] == places[1]
 
 
 def _only_parameters(given: list[Tensor]) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..compat import force_eager, is_compiling, may_read
 from ..mechanism import Mechanism
 from .following import (
+    ACTIVATION,
     BY_HAND,
     NORMS,
     OTHER_PRODUCTS,
@@ -83,11 +84,12 @@ class Operand:
     norm: float | None  # that all its vectors have
     seen: tuple[float, float] | None = None  # sums that other values do not have
     like: Tensor | None = None  # without values: has the device and the type
-    separable: bool = True  # whether the factor is on all of it
+    separable: bool = True  # whether the factor is known, and on all of it
     odd: str | None = None  # what stands between the factor and the product
     origin: Origin | None = None
 
 
+UNSEEN = "a function that PyTorch does not show, such as compiled code,"
 UNKNOWN = Operand({}, None, None, None)
 
 
@@ -158,10 +160,10 @@ class Search(Following):
         kwargs = kwargs or {}
         if not self.running or is_compiling():
             return func(*args, **kwargs)
+        self._use((*args, *kwargs.values()))
         if func in FUNCTIONS and not self.running[-1].known:
             self._call(func, args, kwargs)
         out = func(*args, **kwargs)
-        self._use((*args, *kwargs.values()))
         self._make(out)
         if type(func).__module__ == "torch._ops":  # an operator of the host or of its kernels
             self._hide()
@@ -189,9 +191,13 @@ class Search(Following):
         call = replace(FUNCTIONS[func].read(frame.path, *args, **kwargs), repeated=frame.calls > 1)
         if call.function != "multi_head_attention_forward":
             flows = [self.flows(given[name]) for name in ("query", "key")]
-            separable = all(factor_of(one) is not None for one in flows)
+            separable = all(factor_of(one) is not None and not self._is_lost(one) for one in flows)
             call = call.with_factors(*(factor_of(one, sums=True) for one in flows), separable=separable)
         self.calls[frame.path] = self.calls[frame.path].join(call) if frame.path in self.calls else call
+
+    def _is_lost(self, flows: Flows) -> bool:
+        """Return whether a function that was not seen may have made an activation, which has no projection then."""
+        return bool(self.unseen) and all(f.origin is ACTIVATION or not f.origin.is_plain for f in flows)
 
     def _around(self, *operands: Tensor) -> tuple[Frame, ...]:
         """Return the running modules in which the host also multiplied the operands by its factors."""
@@ -262,6 +268,8 @@ class Search(Following):
         more: Any = {"like": x.new_empty(0), "separable": factor_of(self.flows(x)) is not None}
         if flow is not None:
             more |= {"odd": flow.odd, "origin": flow.origin}
+        if self._is_lost(self.flows(x)):
+            more |= {"separable": False, "odd": UNSEEN}
         if not may_read(x, waits=True):
             return Operand(sizes, features, factor, None, **more)
         wide = x.detach().double()
