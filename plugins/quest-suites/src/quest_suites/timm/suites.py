@@ -23,7 +23,7 @@ SUITES: dict[str, dict[str, Any]] = {
     },
     "time/timm": timing_suite(
         "a training step of models of timm, torchvision and plain PyTorch against their own attention",
-        [*MODELS, "vit-universal", "decoder-universal", "encoder-universal"],
+        [*MODELS, "vit-by-hand", "vit-universal", "decoder-universal", "encoder-universal"],
         12,
         whole("batch", 2, "images or sequences a step"),
         least=True,

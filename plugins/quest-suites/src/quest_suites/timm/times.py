@@ -6,6 +6,7 @@ CrossViT has none.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import timm
@@ -62,21 +63,37 @@ class Plain(nn.Module):
         return x
 
 
+class ByHand(timm.models.vision_transformer.Attention):
+    """timm's attention with the lines of QUEST written into it."""
+
+    def forward(self, x: Tensor, **_: Any) -> Tensor:
+        """[B, N, E] -> [B, N, E]."""
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)  # [B, H, N, D]
+        out = F.scaled_dot_product_attention(q, F.normalize(k, dim=-1), v, scale=1)
+        return self.proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
 def make_model(task: str) -> nn.Module:
     """Return the stock model of a task."""
     if task == "torchvision":
         return torchvision.models.VisionTransformer(224, 16, 4, 4, 256, 1024)
     if task in ("decoder-universal", "encoder-universal"):
         return Plain(causal=task == "decoder-universal")
-    name, options = MODELS[task.removesuffix("-universal")]
-    return timm.create_model(name, **options)
+    name, options = MODELS[re.sub("-(universal|by-hand)", "", task)]
+    model = timm.create_model(name, **options)
+    if task.endswith("-by-hand"):
+        for block in model.blocks:
+            block.attn.__class__ = ByHand
+    return model
 
 
 def run_time(cell: Cell, progress: Progress) -> Result:
     """Time a step of each of two models in turns; see `quest_suites.timing.against_stock`.
 
     Args:
-        cell: tasks with the suffix -universal replace the calls of scaled_dot_product_attention, without an adapter.
+        cell: tasks with the suffix -universal replace the calls of scaled_dot_product_attention, without an adapter. In
+            those with -by-hand, the model that is compared with has QUEST's lines in its own code.
     """
     timm.layers.set_fused_attn(True, experimental=True)
     side = 240 if cell.task == "crossvit" else 224
@@ -86,7 +103,7 @@ def run_time(cell: Cell, progress: Progress) -> Result:
     x = torch.randn(batch, *((256, 256) if plain else (3, side, side)), device=DEVICE)
 
     def make(attention: str | None) -> Step:
-        model = make_model(cell.task).to(DEVICE)
+        model = make_model(cell.task.removesuffix("-by-hand") if attention else cell.task).to(DEVICE)
         if attention:
             found: dict[str, Any] = {"adapter": (), "example": x} if cell.task.endswith("-universal") else {}
             model, _ = quest_core.inject(model, attention, fresh=True, **found)
