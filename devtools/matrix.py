@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +38,21 @@ def outcome(load: Load, *cell: str) -> str:
     return "warns" if warned else "loads"
 
 
-def check_loader(load: Load, host: str, loader: str, *, named: bool = True) -> None:
+def check_loader(
+    load: Load, host: str, loader: str, *, among: Collection[str] | None = None, named: bool = True
+) -> None:
     """Load five pairs of a checkpoint and a model, and compare the outcomes with the page.
 
     Args:
         load: see `Load`.
         host, loader: as the table names them.
+        among: all loaders of the host that are tested; the table must have these.
         named: whether `load` takes `attention_from`.
 
     Raises:
-        AssertionError: an outcome is not that of the page.
+        AssertionError: an outcome, or a loader, is not that of the page.
     """
+    assert among is None or committed(host).keys() == set(among)
     assert outcome(load, "quest", "quest") == "loads"
     assert outcome(load, "quest", "sigmoid") == "error"
     if named:
