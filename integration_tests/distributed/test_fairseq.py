@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import quest_fairseq
+from quest_suites.fairseq.tasks import preprocess
 
 environment = "quest-fairseq"
 
@@ -43,14 +44,11 @@ def run(*commands, folder=None):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
+    folder = tmp_path_factory.mktemp("text") / "bin"
     draw = random.Random(0)
-    for split, sentences in (("train", 90), ("valid", 12)):
-        lines = (" ".join(f"w{draw.randrange(20)}" for _ in range(7)) for _ in range(sentences))
-        (folder / split).write_text("".join(f"{line}\n" for line in lines))
-    texts = ["--trainpref", folder / "train", "--validpref", folder / "valid"]
-    run([TOOLS / "fairseq-preprocess", "--only-source", *texts, "--destdir", folder / "bin", "--workers", "1"])
-    return folder / "bin"
+    sentences = [" ".join(f"w{draw.randrange(20)}" for _ in range(7)) for _ in range(102)]
+    preprocess(folder, {"train": sentences[:90], "valid": sentences[90:]})
+    return folder
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import quest_fairseq
+from quest_suites.fairseq.tasks import preprocess
 
 USER_DIR = str(Path(quest_fairseq.__file__).parent)
 SHAPE = ["--decoder-layers", "2", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
@@ -66,47 +67,36 @@ def tools(monkeypatch, caplog, capsys):
     return Tools(monkeypatch, caplog, capsys)
 
 
-def write_text(folder: Path, suffix: str = "", seed: int = 0) -> None:
+def texts() -> dict[str, list[str]]:
     """Sentences in which each word follows from the one before."""
-    draw = random.Random(seed)
+    draw = random.Random(0)
+    made: dict[str, list[str]] = {}
     for split, sentences in (("train", 60), ("valid", 12), ("test", 12)):
-        lines = []
+        made[split] = []
         for _ in range(sentences):
             start, length = draw.randrange(24), draw.randrange(4, 12)
-            lines.append(" ".join(f"w{(start + 5 * i + draw.randrange(2)) % 24}" for i in range(length)))
-        (folder / f"{split}{suffix}").write_text("".join(f"{line}\n" for line in lines))
+            made[split].append(" ".join(f"w{(start + 5 * i + draw.randrange(2)) % 24}" for i in range(length)))
+    return made
 
 
 @pytest.fixture(scope="session")
 def lm_data(tmp_path_factory):
     """What fairseq-preprocess makes of a tiny text."""
-    folder = tmp_path_factory.mktemp("lm")
-    write_text(folder)
-    preprocess("--only-source", *prefixes(folder), "--destdir", folder / "bin")
-    return folder / "bin"
+    folder = tmp_path_factory.mktemp("lm") / "bin"
+    preprocess(folder, texts())
+    return folder
 
 
 @pytest.fixture(scope="session")
 def mt_data(tmp_path_factory):
     """The same for translation: the target is the source backwards."""
-    folder = tmp_path_factory.mktemp("mt")
-    write_text(folder, ".aa")
-    for split in ("train", "valid", "test"):
-        lines = (folder / f"{split}.aa").read_text().splitlines()
-        (folder / f"{split}.bb").write_text("".join(" ".join(reversed(line.split())) + "\n" for line in lines))
-    preprocess("-s", "aa", "-t", "bb", "--joined-dictionary", *prefixes(folder), "--destdir", folder / "bin")
-    return folder / "bin"
-
-
-def prefixes(folder: Path) -> list[Any]:
-    return ["--trainpref", folder / "train", "--validpref", folder / "valid", "--testpref", folder / "test"]
-
-
-def preprocess(*arguments: Any) -> None:
-    from fairseq import options
-    from fairseq_cli.preprocess import main
-
-    main(options.get_preprocessing_parser().parse_args([*map(str, arguments), "--workers", "1"]))
+    folder = tmp_path_factory.mktemp("mt") / "bin"
+    pairs = {}
+    for split, lines in texts().items():
+        pairs[f"{split}.aa"] = lines
+        pairs[f"{split}.bb"] = [" ".join(reversed(line.split())) for line in lines]
+    preprocess(folder, pairs, pair=("aa", "bb"))
+    return folder
 
 
 @pytest.fixture(scope="session", autouse=True)
