@@ -8,7 +8,6 @@ import pytest
 import timm
 import torch
 from timm import optim
-from timm.models import create_feature_extractor, get_graph_node_names
 from timm.utils import ParseKwargs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -72,15 +71,6 @@ def test_features_only(name):
     assert len(mechanisms) == len(model.attention_report.replacements)
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "pvt_v2_b0"])
-def test_a_graph_of_fx_has_the_features_of_the_model(name):
-    small = {"img_size": 64, "depth": 2} if name[:4] == "vit_" else {}
-    model = timm.create_model(name, attention="quest", num_classes=5, **small).eval()
-    last = get_graph_node_names(model)[1][-1]
-    x = torch.randn(1, 3, 64, 64)
-    torch.testing.assert_close(create_feature_extractor(model, {last: "last"})(x)["last"], model(x))
-
-
 def test_forward_intermediates_and_another_image_size():
     model = vit(attention="quest", dynamic_img_size=True).eval()
     _, intermediates = model.forward_intermediates(torch.randn(1, 3, 32, 32), indices=2)
@@ -96,33 +86,6 @@ def test_swin_takes_another_window():
     model, _ = quest_core.inject(stock, "quest")
     model.set_input_size(img_size=(96, 96), window_size=(3, 3))
     assert model(torch.randn(1, 3, 96, 96)).shape == (1, 1000)
-
-
-def pretrained(model, tmp_path):
-    file = tmp_path / "weights.pth"
-    torch.save(model.state_dict(), file)
-    return {
-        "pretrained": True,
-        "pretrained_cfg_overlay": {"file": str(file), "num_classes": 5, "input_size": (3, 32, 32)},
-    }
-
-
-@pytest.mark.parametrize("attention", ["quest", "quest+gqa(kv_heads=2)"])
-def test_stock_weights_load_with_one_warning(tmp_path, attention):
-    stock = vit()
-    options = pretrained(stock, tmp_path)
-    with pytest.warns(quest_core.AttentionMismatchWarning) as warned:
-        model = vit(attention=attention, **options)
-    assert len(warned) == 1
-    torch.testing.assert_close(model.blocks[1].attn.proj.weight, stock.blocks[1].attn.proj.weight)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = vit(attention=attention, attention_from="standard", **options)
-        vit(attention="standard", **options)
-    rows = stock.blocks[0].attn.qkv.weight[16:32]
-    if "gqa" in attention:
-        rows = rows.view(2, 2, 4, 16).mean(1).view(8, 16)
-    torch.testing.assert_close(model.blocks[0].attn.qkv.weight[16 : 16 + len(rows)], rows)
 
 
 def test_the_arrays_of_an_npz_file_are_of_standard_attention(tmp_path):
