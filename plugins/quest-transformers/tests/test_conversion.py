@@ -1,4 +1,4 @@
-"""quest_core.calibrate: from standard attention to quest with calibrated queries."""
+"""Models whose queries quest_core.calibrate cannot scale."""
 
 import pytest
 import torch
@@ -7,28 +7,6 @@ from models import build, inputs
 import quest_core
 import quest_transformers  # noqa: F401
 from quest_core.errors import UnsupportedError
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bart", "vit"])
-def test_a_converted_model_is_nearer_to_what_it_was(name, tmp_path):
-    model = build(name)
-    with torch.no_grad():  # logits far from 0, where attention matters
-        for parameter in model.parameters():
-            parameter.mul_(4)
-    batches = [inputs(name) for _ in range(3)]
-    made, report = quest_core.calibrate(model, batches, "quest")
-    assert made is model
-    assert report.calibrated < report.uncalibrated
-    assert model.config.attention == "quest"
-    model.eval().save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path)
-    torch.testing.assert_close(again(**batches[0]).logits, model(**batches[0]).logits)
-
-
-def test_data_may_be_tensors():
-    model, report = quest_core.calibrate(build("gpt2"), [torch.randint(3, 50, (2, 7))], "quest")
-    assert len(report.layers) == 2
-    assert model.config.attention == "quest"
 
 
 def test_queries_that_no_projection_scales_are_refused():
