@@ -33,7 +33,6 @@ import quest_core
 import quest_pointcept  # noqa: F401
 from devtools.logits import scalars
 from quest_core import Mechanism
-from quest_core.notices import LOGGER
 from quest_core.testing import AdapterConformance
 from quest_pointcept import PointceptAdapter
 from quest_suites.contract import Cell
@@ -425,11 +424,6 @@ save_path = "{folder}"
     ("written", "options", "why"),
     [
         (', attention="quset"', None, "did you mean 'quest'"),
-        (', attention_from="quest"', None, "attention_from='quest' is given without attention"),
-        ("", {"attention": "quest"}, "attention='quest' is not read by Pointcept"),
-        ("", {"model.attention": "quest"}, "model.attention='quest' is not read by DefaultSegmentorV2"),
-        ("", {"backbone.attention": "quest"}, "backbone.attention='quest' is not read by Pointcept"),
-        ("", {"model.backbone.attention": "quset"}, "did you mean 'quest'"),
         ("", {"model.backbone.type": "SpUNet-v1m1", "model.backbone.attention": "quest"}, "not read by SpUNet-v1m1"),
     ],
 )
@@ -488,21 +482,6 @@ def test_the_report_and_the_warning_are_in_the_log_of_pointcept(log, tmp_path):
     (warning,) = [line for line in lines if "were trained with standard attention" in line]
     assert "INFO" in report
     assert "WARNING" in warning
-
-
-def test_after_uninstall_pointcept_is_stock(log):
-    adapter = PointceptAdapter()
-    adapter.uninstall()
-    try:
-        assert not [m for m in build("PT-v3m1").modules() if isinstance(m, Mechanism)]
-        with pytest.raises(TypeError, match="attention"):
-            build("PT-v3m1", attention="quest")
-        Config({"attention": "quest"})
-        assert not any(type(h).__name__ == "_Forward" for h in LOGGER.handlers)
-    finally:
-        adapter.install()
-    build("PT-v3m1", attention="quest")
-    assert log.read_text().count("attention=quest in 6 modules") == 1
 
 
 # --- the trainer ------------------------------------------------------------------------------------------------------

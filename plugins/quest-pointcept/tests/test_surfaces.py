@@ -24,7 +24,7 @@ from torch_pointcloud.models.utonia import UtoniaSegmentation
 
 import quest_core
 from devtools.wrong import WRONG
-from quest_core import AttentionMismatchWarning, ConfigError, Mechanism, UnsupportedError
+from quest_core import ConfigError, Mechanism, UnsupportedError
 from quest_core.mechanisms import elliptical
 from quest_pointcept import PointceptAdapter
 from quest_pointcept.hosts import BATCHES, build, calibrate_what_was_loaded, check, reduce
@@ -46,25 +46,6 @@ def injected(attention, **options):
 
 
 # --- torch-pointcloud, end to end -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("attention", ["quest", "quest+gqa(ratio=2)", "aft-local(max_length=8, window=3, rank=4)"])
-def test_a_model_and_its_checkpoint(attention, tmp_path):
-    model = segmentation(attention=attention)
-    assert [str(m.config) for m in mechanisms(model)] == [str(quest_core.AttentionConfig.parse(attention))] * 5
-    x, grid, batch = clouds(60, 45, 5)
-    model(x, grid, batch).square().sum().backward()
-    assert not [name for name, p in model.named_parameters() if "attn" in name and not p.grad.any()]
-    torch.save(model.state_dict(), tmp_path / "model.pth")
-    again = segmentation(1, attention=attention)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AttentionMismatchWarning)
-        again.load_state_dict(torch.load(tmp_path / "model.pth", weights_only=True), strict=True)
-    outputs = []
-    for one in (model.eval(), again.eval()):
-        torch.manual_seed(1)  # the orders are shuffled in evaluation, too
-        outputs.append(one(x, grid, batch))
-    torch.testing.assert_close(*outputs)
 
 
 @pytest.mark.parametrize(
@@ -310,23 +291,6 @@ def test_a_wrapped_qkv_is_kept():
     assert all(site.module.qkv.extra.grad.abs().sum() > 0 for site in PointceptAdapter().sites(model))
 
 
-def test_the_keys_of_aft_conv_are_pooled():
-    """One feature per head: the mean of the host's. Loading before injecting, or after, gives the same."""
-    torch.manual_seed(0)
-    stock = Stages()
-    model, _ = quest_core.inject(
-        Stages(), "aft-conv(dims=1, window=5)", adapter=PointceptAdapter(), attention_from="standard"
-    )
-    missing, unexpected = model.load_state_dict(stock.state_dict(), strict=False)
-    assert unexpected == []
-    assert all(".mechanism." in name for name in missing)
-    q, k, v = stock.enc0["block0"].attn.qkv.weight.detach().view(3, 4, 6, 24)
-    want = torch.cat([q.flatten(0, 1), k.mean(1), v.flatten(0, 1)])
-    torch.testing.assert_close(model.enc0["block0"].attn.qkv.weight.detach(), want)
-    quest_core.inject(stock, "aft-conv(dims=1, window=5)", adapter=PointceptAdapter())
-    torch.testing.assert_close(stock.enc0["block0"].attn.qkv.weight.detach(), want)
-
-
 # --- what is wrong ----------------------------------------------------------------------------------------------------
 
 HERE = [
@@ -464,19 +428,7 @@ def test_other_configs_are_left_to_their_readers(config):
     check(config, REGISTRY)
 
 
-# --- uninstall and child processes -----------------------------------------------------------------------------------
-
-
-def test_after_uninstall_a_model_is_stock():
-    adapter = PointceptAdapter()
-    adapter.uninstall()
-    try:
-        assert mechanisms(PointTransformerV3Encoder(**ENCODER)) == []
-        with pytest.raises(TypeError, match="attention"):
-            PointTransformerV3Encoder(**ENCODER, attention="quest")
-    finally:
-        adapter.install()
-    assert len(mechanisms(PointTransformerV3Encoder(**ENCODER, attention="quest"))) == 4
+# --- child processes --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
