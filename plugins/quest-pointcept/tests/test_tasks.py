@@ -1,14 +1,13 @@
 """The suites, shortened, and the scenes they use."""
 
 import math
-import pickle
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from real_pointcept import RAW_LABELS, write_nuscenes
+from real_pointcept import RAW_LABELS
 
 from devtools.cells import HostSuites, check_resume
 from quest_suites.contract import Cell
@@ -51,18 +50,6 @@ def test_the_ground_lies_where_it_should():
 
 def test_no_scene_is_in_both_splits():
     assert set(scenes.seeds("train", 5000)).isdisjoint(scenes.seeds("val", 5000))
-
-
-def test_the_layout_of_nuscenes(tmp_path):
-    write_nuscenes(tmp_path, train=2, val=1, rings=8, rays=60)
-    infos = pickle.loads((tmp_path / "info" / "nuscenes_infos_10sweeps_train.pkl").read_bytes())
-    assert len(infos) == 2
-    rows = np.fromfile(tmp_path / "raw" / infos[0]["lidar_path"], np.float32).reshape(-1, 5)
-    labels = np.fromfile(tmp_path / "raw" / infos[0]["gt_segment_path"], np.uint8)
-    seen = scenes.scan(scenes.seeds("train", 1)[0], rings=8, rays=60)
-    np.testing.assert_array_equal(rows[:, :3], seen.points)
-    np.testing.assert_allclose(rows[:, 3] / 255, seen.strength, atol=1e-6)
-    np.testing.assert_array_equal(labels, np.array(RAW_LABELS)[seen.labels])
 
 
 # --- points/scenes ----------------------------------------------------------------------------------------------------
