@@ -230,18 +230,6 @@ def test_attention_with_projections_of_the_host_is_not_left_silently():
 # --- devices, dtypes and tools ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_site_without_parameters_follows_the_model(dtype):
-    """x-transformers' Attend has none, so its mechanism has no parameter of the host to follow."""
-
-    for before in (True, False):
-        made = Around(Shapes()).to(dtype) if before else Around(Shapes())
-        x = torch.randn(2, 5, 16, dtype=next(made.parameters()).dtype)
-        quest_core.inject(made, "qknorm", example=x)
-        made.to(dtype)
-        assert made(x.to(dtype)).dtype == dtype
-
-
 @pytest.mark.parametrize("attention", ["standard", "quest", "qknorm-hs", "quest+sigmoid", "linear", "aft-simple"])
 @pytest.mark.parametrize("kind", ["multihead", "layer", "call"])
 @pytest.mark.drawn(6)
