@@ -53,7 +53,7 @@ class TestTransformerConv(Graphs, calibrates=False):
 
     # No logit but those of edges is formed, so references, and checkpoints of what this host refuses, do not apply.
     test_mechanisms_equal_their_reference_inside_the_host = None
-    test_no_checkpoint_loads_silently_into_another_attention = test_attention_from_accepts_what_it_names = None
+    test_no_checkpoint_loads_silently_into_another_attention = None
     test_a_host_checkpoint_loads_into_fewer_key_heads = None
 
     def make_model(self):
