@@ -1,4 +1,4 @@
-"""`quest new-plugin`: the example passes its tests where it lies and as a copy, and the guide shows its code."""
+"""`quest new-plugin`: a copy of the example passes its tests, and the guide shows its code."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "third_party_plugin"
 
 
-def passed(folder: Path, name: str, site: Path, *options: str) -> int:
+def passed(folder: Path, name: str, site: Path) -> int:
     """Return how many tests of a plugin pass, where it is installed; none may fail."""
     class_name = "".join(word.capitalize() for word in name.split("-")) + "Adapter"
     adapter = f"quest_{name.replace('-', '_')}.adapter:{class_name}"
     write_distribution(site, f"quest-{name}", {}, {"quest.adapters": {"stand_in": adapter}})
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (site, folder / "src", ROOT))), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *options, folder]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", folder]
     done = subprocess.run(command, cwd=site, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     found = re.search(r"^(\d+) passed", done.stdout, re.MULTILINE)
@@ -32,17 +32,12 @@ def passed(folder: Path, name: str, site: Path, *options: str) -> int:
 
 
 @pytest.mark.slow
-def test_the_example_passes_its_tests(tmp_path: Path) -> None:
-    assert passed(EXAMPLE, "toy", tmp_path) > 50
-
-
-@pytest.mark.slow
 def test_a_copy_is_a_plugin_of_another_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["new-plugin", "my-lab", "--out", str(tmp_path)]) == 0
     copy = tmp_path / "quest-my-lab"
     assert f"pip install -e '{copy}[test]'" in capsys.readouterr().out
     assert "toy" not in "".join(f"{path}{path.read_text()}" for path in copy.rglob("*") if path.is_file()).lower()
-    assert passed(copy, "my-lab", tmp_path / "site", "-k", "decoding or constructor or found") == 6
+    assert passed(copy, "my-lab", tmp_path / "site") > 50
 
 
 def test_the_page_shows_the_example() -> None:
