@@ -12,12 +12,8 @@ from quest_bench.cli import app_main
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["run", "fake/siute"], ["no suite 'fake/siute'", "did you mean 'fake/suite'"]),
-        (["run", "fake/suite/tow"], ["no task 'tow'", "did you mean 'two'"]),
         (["run", "fake/suite", "--attention", "qest,sinkhorn,standrad"], ["mean 'quest'", "did you mean 'standard'"]),
         (["run", "fake/suite", "--attention", " , "], ["empty"]),
-        (["run", "fake/suite", "--seeds", "5-1"], ["--seeds is '5-1'", "write 0-4"]),
-        (["run", "fake/suite", "--set", "stesp=1"], ["no option 'stesp'", "did you mean 'steps'"]),
         (["run", "fake/suite", "--data", "missing"], ["--data is 'missing', which does not exist"]),
         (["run", "toy/spurious", "--data", "."], ["--data is '.', and suite 'toy/spurious' reads no data"]),
         (["run", "images/recipes", "--data", "."], ["has no train-images-idx3-ubyte* and no *.bin", "expects there"]),
