@@ -8,6 +8,7 @@ import json
 import re
 import resource
 import shlex
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import entry_points
@@ -24,6 +25,24 @@ ROOT = Path(__file__).parents[1]
 
 SMOKE_S = 60.0
 """The most seconds of the processor that a cell may take with --smoke."""
+
+
+def smoke_cell(
+    suites: Mapping[str, Mapping[str, Any]],
+    folder: Path | None,
+    suite: str,
+    attention: str = "quest",
+    *,
+    task: str | None = None,
+    seed: int = 0,
+    smoke: bool = True,
+    data: Path | None = None,
+    **options: object,
+) -> Cell:
+    """Return a cell of the first task, or of `task`, with the options' defaults and a new workdir in `folder`."""
+    defaults = {option["name"]: option["default"] for option in suites[suite]["options"]}
+    task = task or suites[suite]["tasks"][0]
+    return Cell(suite, task, attention, seed, smoke, data, defaults | options, Path(tempfile.mkdtemp(dir=folder)))
 
 
 class HostSuites:

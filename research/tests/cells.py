@@ -1,9 +1,9 @@
 """Cells of the suites, with their default options."""
 
-import tempfile
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from devtools.cells import smoke_cell
 from quest_research.suites.suites import SUITES
 from quest_suites.contract import Cell, Result, Run
 
@@ -12,8 +12,7 @@ def cell(
     suite: str, task: str, attention: str = "quest", data: Path | None = None, *, smoke: bool = True, **options: object
 ) -> Cell:
     """Return a cell of seed 0 in a new folder."""
-    defaults = {option["name"]: option["default"] for option in SUITES[suite]["options"]}
-    return Cell(suite, task, attention, 0, smoke, data, defaults | options, Path(tempfile.mkdtemp()))
+    return smoke_cell(SUITES, None, suite, attention, task=task, data=data, smoke=smoke, **options)
 
 
 def runner(suite: str) -> Run:

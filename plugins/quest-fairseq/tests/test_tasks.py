@@ -4,21 +4,14 @@ import gzip
 import itertools
 import math
 from collections import Counter
-from dataclasses import replace
 
 import torch
 
-from devtools.cells import HostSuites
-from quest_suites.contract import Cell
+from devtools.cells import HostSuites, smoke_cell
 from quest_suites.fairseq import tasks, translation
 from quest_suites.fairseq.corpus import SWAPPED, BytePairs, pydocs, swap_words
 from quest_suites.fairseq.suites import SUITES
 from quest_suites.fairseq.tasks import RATES, run_pydocs, run_wikitext103
-
-
-def cell(suite, task, workdir, data=None, attention="quest"):
-    options = {option["name"]: option["default"] for option in SUITES[suite]["options"]}
-    return Cell(suite, task, attention, 3, True, data, options, workdir)
 
 
 def test_documentation_is_split_without_overlap():
@@ -79,10 +72,11 @@ def test_byte_pairs_are_those_of_the_definition():
 
 def test_a_cell_of_the_documentation(tmp_path):
     """In the folder of a stopped cell: fairseq-preprocess refuses a dictionary that is there already."""
-    tasks.preprocess(tmp_path / "data-bin", {"train": ["some words"]})
-    assert (tmp_path / "data-bin" / "dict.txt").is_file()
+    given = smoke_cell(SUITES, tmp_path, "lm/pydocs")
+    tasks.preprocess(given.workdir / "data-bin", {"train": ["some words"]})
+    assert (given.workdir / "data-bin" / "dict.txt").is_file()
     heard = []
-    result = run_pydocs(cell("lm/pydocs", "topics", tmp_path), lambda fraction, text: heard.append(fraction))
+    result = run_pydocs(given, lambda fraction, text: heard.append(fraction))
     metrics = {entry["metric"] for entry in SUITES["lm/pydocs"]["also"]} | {SUITES["lm/pydocs"]["metric"]}
     assert metrics <= result.metrics.keys()
     assert set(RATES) < metrics
@@ -97,9 +91,7 @@ def test_a_cell_of_wikitext(tmp_path, monkeypatch):
     for split in ("train", "valid", "test"):
         lines = pydocs()[0][:60] if split == "train" else pydocs()[1][:8]
         (tmp_path / f"wiki.{split}.tokens").write_text("".join(f" {line} \n" for line in lines))
-    work = tmp_path / "work"
-    work.mkdir()
-    given = cell("lm/wikitext103", "small", work, tmp_path, "gqa(kv_heads=2)")
+    given = smoke_cell(SUITES, tmp_path, "lm/wikitext103", "gqa(kv_heads=2)", task="small", data=tmp_path)
     result = run_wikitext103(given, lambda fraction, text: None)
     assert result.details["window"] == {"tokens": 256, "context": 255}
     assert result.metrics["perplexity"] > 1
@@ -110,12 +102,11 @@ def test_a_cell_of_translation(tmp_path):
     for name, language in itertools.product(translation.SPLITS.values(), ("en", "de")):
         lines = pydocs()[0][:45] if name == "train" else pydocs()[1][:11]
         (tmp_path / f"{name}.{language}.gz").write_bytes(gzip.compress("\n".join(line[:40] for line in lines).encode()))
-    given = cell("translation/multi30k", "en-de", tmp_path, tmp_path)
-    given = replace(given, options={**given.options, "parts": "cross", "merges": 100})
+    given = smoke_cell(SUITES, tmp_path, "translation/multi30k", data=tmp_path, parts="cross", merges=100)
     result = translation.run_multi30k(given, lambda fraction, text: None)
     assert {"BLEU", "validation loss", "largest logit", "entropy"} < result.metrics.keys()
     assert all(math.isfinite(value) for value in result.metrics.values())
-    model = torch.load(tmp_path / "checkpoints/checkpoint_best.pt", weights_only=False)["model"]
+    model = torch.load(given.workdir / "checkpoints/checkpoint_best.pt", weights_only=False)["model"]
     assert [name.split(".")[-3] for name in model if name.endswith("attention_is_not_standard")] == ["encoder_attn"]
 
 

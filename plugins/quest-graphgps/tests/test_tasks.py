@@ -1,18 +1,17 @@
 """The benchmark suites: their data, their metrics, and one short cell of each that needs no download."""
 
+import functools
 import math
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from models import write_superpixels, write_zinc
 from torch_geometric.data import Data
 
-from devtools.cells import HostSuites, check_resume
+from devtools.cells import HostSuites, check_resume, smoke_cell
 from quest_core.errors import ConfigError
-from quest_suites.contract import STATE, Cell
+from quest_suites.contract import STATE
 from quest_suites.graphgps import superpixels, tasks
 from quest_suites.graphgps.data import (
     add_eigenvectors,
@@ -35,12 +34,7 @@ SUITES = {name: suite for name, suite in ALL.items() if "paper" in suite}  # oth
 OURS = list(SUITES)
 
 
-def cell(tmp_path, suite, attention="quest", *, seed=0, data=None, smoke=True, **options):
-    defaults = {option["name"]: option["default"] for option in SUITES[suite]["options"]}
-    task = SUITES[suite]["tasks"][0]
-    return Cell(
-        suite, task, attention, seed, smoke, data, {**defaults, **options}, Path(tempfile.mkdtemp(dir=tmp_path))
-    )
+cell = functools.partial(smoke_cell, ALL)
 
 
 # --- cells ----------------------------------------------------------------------------------------------------------
@@ -275,9 +269,7 @@ RATES = {"graphs": 8, "epochs": 2, "layers": 1, "rates": 2, "lowest": 0.0005}
 
 
 def rates(tmp_path, **options):
-    defaults = {option["name"]: option["default"] for option in ALL["stability/graph"]["options"]}
-    given = {**defaults, **RATES, **options}
-    return Cell("stability/graph", "PATTERN", "quest", 0, False, None, given, Path(tempfile.mkdtemp(dir=tmp_path)))
+    return cell(tmp_path, "stability/graph", smoke=False, **RATES | options)
 
 
 def test_every_rate_is_measured_and_watching_the_attention_changes_no_training(tmp_path):
@@ -342,10 +334,10 @@ def test_an_incomplete_tu_dataset_is_named_before_a_cell_starts(made_up):
 
 
 def test_a_cell_of_a_tu_dataset(tmp_path, made_up):
-    options = {option["name"]: option["default"] for option in ALL["graph/tu"]["options"]} | {"epochs": 2, "heads": 32}
-    one = Cell("graph/tu", "MADEUP", "quest", 4, False, made_up.parent, options, Path(tempfile.mkdtemp(dir=tmp_path)))
+    options = {"task": "MADEUP", "smoke": False, "data": made_up.parent}
+    one = cell(tmp_path, "graph/tu", seed=4, epochs=2, heads=32, **options)
     assert tasks.run_rates(one, lambda *_: None).metrics["best accuracy"] in (0, 50, 100)
-    lost = replace(one, options={**options, "lowest": 1e30})
+    lost = replace(one, options={**one.options, "lowest": 1e30})
     assert tasks.run_rates(lost, lambda *_: None).metrics["best accuracy"] == pytest.approx(100 / 3)
 
 
@@ -382,8 +374,7 @@ def test_molecules_are_split_at_random_and_equal_atoms_have_one_type(alcohols):
 def test_a_cell_of_molecules(tmp_path, alcohols):
     assert molecule_tasks(tmp_path)["ESOL"]["problem"] is None
     assert "freesolv.csv not found; fix: git clone" in molecule_tasks(tmp_path)["FreeSolv"]["problem"]
-    options = {option["name"]: option["default"] for option in ALL["graph/molecules"]["options"]} | {"epochs": 2}
-    one = Cell("graph/molecules", "ESOL", "quest", 0, False, tmp_path, options, Path(tempfile.mkdtemp(dir=tmp_path)))
+    one = cell(tmp_path, "graph/molecules", smoke=False, data=tmp_path, epochs=2)
     result = tasks.run_graph(one, lambda *_: None)
     assert 0 < result.metrics["rmse"] < 100
     assert result.details["graphs"] == [16, 2, 2]

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from devtools.cells import HostSuites
-from quest_suites.contract import Cell
+from devtools.cells import HostSuites, smoke_cell
 from quest_suites.mmdet import objects
 from quest_suites.mmdet.suites import SUITES
 from quest_suites.mmdet.tasks import run_objects
@@ -16,17 +15,7 @@ class TestSuites(HostSuites):
 
 
 def test_a_cell_that_is_stopped_continues(tmp_path):
-    options = {option["name"]: option["default"] for option in SUITES["det/objects"]["options"]}
-    cell = Cell(
-        "det/objects",
-        "objects",
-        "quest",
-        0,
-        True,
-        None,
-        {**options, "batch_size": 4, "precision": "bfloat16"},
-        tmp_path,
-    )
+    cell = smoke_cell(SUITES, tmp_path, "det/objects", batch_size=4, precision="bfloat16")
     said = []
 
     def stop(done, text):

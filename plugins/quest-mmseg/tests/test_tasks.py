@@ -12,20 +12,11 @@ from mmengine.config import Config
 from mmseg.datasets import ADE20KDataset
 from mmseg.registry import DATASETS, TRANSFORMS
 
-from devtools.cells import HostSuites
-from quest_suites.contract import Cell
+from devtools.cells import HostSuites, smoke_cell
 from quest_suites.mmseg import scenes, tasks
 from quest_suites.mmseg.corruptions import CORRUPTIONS, Corrupt, distort, severities
 from quest_suites.mmseg.suites import SUITES
 from quest_suites.mmseg.tasks import run_ade20k, run_camvid, run_shapes
-
-
-def cell(suite, tmp_path, attention="quest", task=None, seed=0, data=None, **options):
-    defaults = {option["name"]: option["default"] for option in SUITES[suite]["options"]}
-    tmp_path.mkdir(exist_ok=True)
-    task = task or SUITES[suite]["tasks"][0]
-    return Cell(suite, task, attention, seed, True, data, {**defaults, **options}, tmp_path)
-
 
 # --- suites ---------------------------------------------------------------------------------------------------------
 
@@ -33,9 +24,10 @@ def cell(suite, tmp_path, attention="quest", task=None, seed=0, data=None, **opt
 @pytest.mark.slow
 def test_shapes_are_reproducible_and_say_what_they_did(tmp_path, monkeypatch):
     reported = []
-    one = run_shapes(cell("seg/shapes", tmp_path / "a", batch_size=4), lambda done, text: reported.append((done, text)))
+    given = smoke_cell(SUITES, tmp_path, "seg/shapes", batch_size=4)
+    one = run_shapes(given, lambda done, text: reported.append((done, text)))
     monkeypatch.setattr(tasks, "SMOKE_CORRUPTIONS", ("gaussian_noise",))  # corruptions repeat themselves, see below
-    two = run_shapes(cell("seg/shapes", tmp_path / "b", batch_size=4), lambda *_: None)
+    two = run_shapes(smoke_cell(SUITES, tmp_path, "seg/shapes", batch_size=4), lambda *_: None)
     for name in ("mIoU", "aAcc", "mIoU corrupted/gaussian_noise"):
         assert one.metrics[name] == two.metrics[name]
     assert one.series == two.series
@@ -62,10 +54,11 @@ def test_an_interrupted_cell_goes_on_where_it_was(tmp_path, monkeypatch):
         if text.startswith("iteration 3"):
             raise Stop
 
+    given = smoke_cell(SUITES, tmp_path, "seg/shapes", batch_size=4)
     with pytest.raises(Stop):
-        run_shapes(cell("seg/shapes", tmp_path, batch_size=4), stop)
+        run_shapes(given, stop)
     reported = []
-    done = run_shapes(cell("seg/shapes", tmp_path, batch_size=4), lambda done, text: reported.append(text))
+    done = run_shapes(given, lambda done, text: reported.append(text))
     assert [text.split()[1] for text in reported if text.startswith("iteration")] == ["3", "4"]
     assert len(done.series["loss"]) == 4
 
@@ -75,11 +68,11 @@ def test_ade20k_from_a_folder(tmp_path, monkeypatch):
     """The official layout, with the shipped 512x512 config cut to a few iterations; corrupted images with it."""
     scenes.write(tmp_path / "ade", train=2, validation=1, size=48)
     options = {"data": tmp_path / "ade", "task": "vit-t", "workers": 0, "iterations": 1}
-    found = run_ade20k(cell("seg/ade20k", tmp_path / "a", **options), lambda *_: None)
+    found = run_ade20k(smoke_cell(SUITES, tmp_path, "seg/ade20k", **options), lambda *_: None)
     assert math.isfinite(found.metrics["mIoU"])
     assert found.details["injected"].startswith("attention=quest in 14 modules")
     monkeypatch.setattr(tasks, "SMOKE_CORRUPTIONS", ("gaussian_noise",))
-    corrupt = cell("seg/ade20k-c", tmp_path / "c", **options)
+    corrupt = smoke_cell(SUITES, tmp_path, "seg/ade20k-c", **options)
     noisy = run_ade20k(corrupt, lambda *_: None)
     assert {name: noisy.metrics[name] for name in found.metrics} == found.metrics
     assert len(noisy.details["mIoU by severity"]["gaussian_noise"]) == 3
@@ -98,8 +91,8 @@ def test_camvid_from_a_folder(tmp_path):
 
     for split, number in itertools.product(("train", "val", "test"), range(2)):
         write(split, number, draw.integers(0, 12, (36, 48)))
-    for name in ("labelled", "and void"):
-        one = cell("seg/camvid", tmp_path / name, data=tmp_path / "CamVid", batch_size=2)
+    for _ in ("labelled", "and void"):
+        one = smoke_cell(SUITES, tmp_path, "seg/camvid", data=tmp_path / "CamVid", batch_size=2)
         found.append(run_camvid(one, lambda *_: None))
         write("test", 2, void)
     assert found[0].details["injected"].startswith("attention=quest in 6 modules")

@@ -1,27 +1,15 @@
 """The suites, shortened, and the scenes they use."""
 
 import math
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from real_pointcept import RAW_LABELS
 
-from devtools.cells import HostSuites, check_resume
-from quest_suites.contract import Cell
+from devtools.cells import HostSuites, check_resume, smoke_cell
 from quest_suites.pointcept import scenes, tasks
 from quest_suites.pointcept.suites import SUITES
-
-DEFAULTS = {name: {o["name"]: o["default"] for o in suite["options"]} for name, suite in SUITES.items()}
-
-
-def cell(tmp_path, attention="quest", suite="points/scenes", task="street", data=None, seed=0, **options):
-    return Cell(
-        suite, task, attention, seed, True, data, {**DEFAULTS[suite], **options}, Path(tempfile.mkdtemp(dir=tmp_path))
-    )
-
 
 # --- scenes -----------------------------------------------------------------------------------------------------------
 
@@ -58,12 +46,12 @@ def test_no_scene_is_in_both_splits():
 def test_a_stopped_cell_continues_at_its_last_epoch_and_says_what_it_did(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(tasks, "RINGS", 8)
     monkeypatch.setattr(tasks, "RAYS", 60)
-    one = check_resume(tasks.run_scenes, cell(tmp_path), tmp_path, share=0.5)
+    one = check_resume(tasks.run_scenes, smoke_cell(SUITES, tmp_path, "points/scenes"), tmp_path, share=0.5)
     assert len(one.series["train_loss"]) == 2
     assert one.details["injected"].startswith("attention=quest in 8 modules")
     assert one.metrics["miou"] == pytest.approx(np.nanmean(list(one.details["iou"].values())), abs=1e-9)
     assert capfd.readouterr().out == ""
-    other = tasks.run_scenes(cell(tmp_path, "standard"), lambda *_: None)
+    other = tasks.run_scenes(smoke_cell(SUITES, tmp_path, "points/scenes", "standard"), lambda *_: None)
     assert other.series != one.series
     assert other.details["parameters"] == one.details["parameters"]
 

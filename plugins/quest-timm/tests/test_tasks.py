@@ -2,14 +2,10 @@
 
 import torch
 
-from devtools.cells import HostSuites, check_resume
-from quest_suites.contract import Cell
+from devtools.cells import HostSuites, check_resume, smoke_cell
 from quest_suites.timm import tasks
 from quest_suites.timm.suites import SUITES
 from quest_suites.timm.tasks import make_batch, run_strokes
-
-SUITE = SUITES["vision/strokes"]
-OPTIONS = {option["name"]: option["default"] for option in SUITE["options"]}
 
 
 def test_batches_are_those_of_the_seed():
@@ -22,8 +18,7 @@ def test_a_stopped_cell_continues(tmp_path, monkeypatch):
     monkeypatch.setattr("quest_suites.contract.SAVE_STEPS", 2)
     for name, small in (("BATCH", 8), ("TEST_IMAGES", 32)):
         monkeypatch.setattr(tasks, name, small)
-    cell = Cell("vision/strokes", "strokes", "quest", 0, True, None, OPTIONS, tmp_path)
-    result = check_resume(run_strokes, cell, tmp_path, 0.5)
+    result = check_resume(run_strokes, smoke_cell(SUITES, tmp_path, "vision/strokes"), tmp_path, 0.5)
     assert 0 <= result.metrics["accuracy"] <= 100
     assert "attention=quest in 4 modules" in result.details["injected"]
 

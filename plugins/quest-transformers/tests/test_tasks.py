@@ -6,21 +6,17 @@ from zipfile import ZipFile
 import pytest
 from models import CONFIGS
 
-from devtools.cells import HostSuites, check_resume
+from devtools.cells import HostSuites, check_resume, smoke_cell
 from quest_core.errors import ConfigError
-from quest_suites.contract import Cell
 from quest_suites.transformers import classification
 from quest_suites.transformers.suites import SUITES
 from quest_suites.transformers.tasks import run_bytes_lm
 
-SUITE = SUITES["transformers/bytes-lm"]
-DEFAULTS = {option["name"]: option["default"] for option in SUITE["options"]}
 
-
-@pytest.mark.parametrize("task", SUITE["tasks"])
+@pytest.mark.parametrize("task", SUITES["transformers/bytes-lm"]["tasks"])
 def test_a_stopped_cell_continues(task, tmp_path, monkeypatch):
     monkeypatch.setattr("quest_suites.contract.SAVE_STEPS", 1)
-    cell = Cell("transformers/bytes-lm", task, "quest", 0, True, None, {**DEFAULTS, "width": 16}, tmp_path)
+    cell = smoke_cell(SUITES, tmp_path, "transformers/bytes-lm", task=task, width=16)
     found = check_resume(run_bytes_lm, cell, tmp_path, 0.3)
     assert math.isfinite(found.metrics["perplexity"])
     assert found.details["injected"].startswith("attention=quest in 4 modules")
@@ -75,12 +71,8 @@ def test_words_that_occur_once_in_training_are_unknown(corpora):
 
 
 def test_a_cell_of_sentences(corpora):
-    suite = SUITES["text/classification"]
-    options = {option["name"]: option["default"] for option in suite["options"]}
-    work = corpora / "work"
-    work.mkdir()
-    cell = Cell("text/classification", "SUBJ", "quest", 4, True, corpora, options, work)
-    found = check_resume(classification.run, cell, work, 0.6)
+    cell = smoke_cell(SUITES, corpora, "text/classification", task="SUBJ", seed=4, data=corpora)
+    found = check_resume(classification.run, cell, cell.workdir, 0.6)
     assert 0 <= found.metrics["best accuracy"] <= 100
     assert found.details["injected"].startswith("attention=quest in 1 module")
 

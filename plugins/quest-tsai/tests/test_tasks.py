@@ -1,9 +1,7 @@
 """The suite ts/uea, shortened."""
 
 import math
-import tempfile
 import wave
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -11,21 +9,18 @@ import pytest
 import torch
 from tsai.basics import TSClassification, get_ts_dls
 
-from devtools.cells import HostSuites, check_resume
+from devtools.cells import HostSuites, check_resume, smoke_cell
 from quest_core.errors import ConfigError, PluginError
-from quest_suites.contract import Cell
 from quest_suites.tsai import forecasting, spoken
 from quest_suites.tsai.data import read, tasks
 from quest_suites.tsai.suites import SUITES
 from quest_suites.tsai.tasks import ClassTokenTransformer, evaluation_batch, hold_out, last_best, load, run_uea
 
-SUITE = SUITES["ts/uea"]
-DEFAULTS = {option["name"]: option["default"] for option in SUITE["options"]}
-TINY = {**DEFAULTS, "d_model": 16, "layers": 1, "heads": 2}
+TINY = {"d_model": 16, "layers": 1, "heads": 2}
 
 
-def cell(tmp_path, task="BasicMotions", attention="quest", seed=0, data=None, **options):
-    return Cell("ts/uea", task, attention, seed, True, data, {**TINY, **options}, Path(tempfile.mkdtemp(dir=tmp_path)))
+def cell(tmp_path, task="BasicMotions", attention="quest", **options):
+    return smoke_cell(SUITES, tmp_path, "ts/uea", attention, task=task, **TINY | options)
 
 
 @pytest.mark.parametrize("architecture", ["paper", "TSTPlus"])
@@ -47,12 +42,7 @@ def test_a_run_says_what_it_did(tmp_path, architecture, capfd):
 
 
 def test_patience(tmp_path):
-    done = run_uea(
-        Cell(
-            "ts/uea", "BasicMotions", "quest", 0, False, None, {**TINY, "lr": 0.0, "epochs": 9, "patience": 3}, tmp_path
-        ),
-        lambda *_: None,
-    )
+    done = run_uea(cell(tmp_path, smoke=False, lr=0.0, epochs=9, patience=3), lambda *_: None)
     # With a learning rate of 0 every epoch is as good as the last, and as in Time-Series-Library a tie resets the wait.
     assert done.metrics["epochs"] == 9
     assert last_best([1.0, 3.0, 3.0, 2.0]) == 2
@@ -237,9 +227,9 @@ def test_the_clones_of_forecast_ett_are_checked(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("changed", "message"), [({"heads": 3}, "multiple of 3"), ({"horizon": 721}, "at most 720")])
 def test_a_forecast_that_the_library_would_not_refuse(tmp_path, changed, message):
-    options = {option["name"]: option["default"] for option in SUITES["forecast/ett"]["options"]} | changed
+    given = smoke_cell(SUITES, tmp_path, "forecast/ett", smoke=False, data=tmp_path, **changed)
     with pytest.raises(ConfigError, match=message):
-        forecasting.command(Cell("forecast/ett", "ETTh1", "quest", 0, False, tmp_path, options, tmp_path), tmp_path)
+        forecasting.command(given, tmp_path)
 
 
 class TestSuites(HostSuites):
