@@ -8,6 +8,7 @@
   IMPORTS times the time of `import torch`, measured at the end.
 - The mark ``drawn(n)`` on a parametrized test chooses n of its cases by the seed of the run, QUEST_TEST_SEED; the
   others are marked `slow`.
+- What a suite appends to NOT_RUN while it is collected is shown at the end, and `./dev test` repeats it in its summary.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import random
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TypeVar
 
 import pytest
@@ -27,6 +28,8 @@ from devtools import versions
 
 NO_REASON = ("", "unconditional skip")  # pytest's text for a test without a reason
 LIMIT_S, IMPORTS = 5.0, 6
+NOT_RUN: list[str] = []
+"""The tests that a suite did not collect, in words, and what they need."""
 START = pytest.StashKey[float]()
 OVER = pytest.StashKey[dict[str, float]]()
 
@@ -55,6 +58,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # no garbage collection in a test looks at the million objects of an imported host
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _say_what_did_not_run(record_testsuite_property: Callable[[str, object], None]) -> None:
+    for tests in NOT_RUN:
+        record_testsuite_property("not run", tests)
 
 
 # --- skips ----------------------------------------------------------------------------------------------------------
@@ -138,3 +147,6 @@ def _seconds_of_import() -> float:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     for name, seconds in sorted(config.stash[OVER].items(), key=lambda one: -one[1]):
         terminalreporter.line(f"FAILED: {seconds:.1f} s of processor time; mark it slow, or make it faster: {name}")
+    for tests in NOT_RUN:
+        terminalreporter.section("NOT RUN", red=True)
+        terminalreporter.line(tests, red=True, bold=True)

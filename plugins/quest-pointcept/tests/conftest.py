@@ -5,8 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-import pytest
-
+from devtools.pytest_plugin import NOT_RUN
 from quest_pointcept import train_on_cpu
 
 HERE = Path(__file__).parent
@@ -14,10 +13,6 @@ sys.path[:0] = [str(HERE)]
 train_on_cpu()
 ROOT = os.environ.get("QUEST_POINTCEPT_ROOT")
 REQUIRED = os.environ.get("QUEST_REQUIRE_POINTCEPT") == "1"
-NOT_RUN = (
-    "quest-pointcept's tests in a real Pointcept (test_pointcept.py); set QUEST_POINTCEPT_ROOT to a checkout whose "
-    "requirements are installed. QUEST_REQUIRE_POINTCEPT=1 makes their absence a failure"
-)
 
 if ROOT:
     sys.path.insert(0, ROOT)
@@ -26,17 +21,9 @@ if ROOT:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [CPU, os.environ.get("PYTHONPATH")]))  # for children
     spec = importlib.util.spec_from_file_location("pointcept_on_a_cpu", f"{CPU}/sitecustomize.py")
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
-elif not REQUIRED:
-    collect_ignore = ["test_pointcept.py"]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _say_what_did_not_run(record_testsuite_property):
-    if not ROOT:
-        record_testsuite_property("not run", NOT_RUN)  # ./dev test repeats it in its summary
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if not ROOT:
-        terminalreporter.section("NOT RUN", red=True)
-        terminalreporter.line(NOT_RUN, red=True, bold=True)
+else:
+    NOT_RUN.append(
+        "quest-pointcept's tests in a real Pointcept (test_pointcept.py); set QUEST_POINTCEPT_ROOT to a checkout whose "
+        "requirements are installed. QUEST_REQUIRE_POINTCEPT=1 makes their absence a failure"
+    )
+    collect_ignore = [] if REQUIRED else ["test_pointcept.py"]

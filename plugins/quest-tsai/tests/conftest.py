@@ -6,22 +6,19 @@ from pathlib import Path
 
 import pytest
 
+from devtools.pytest_plugin import NOT_RUN
+
 ROOT = os.environ.get("QUEST_TSL_ROOT")
-NOT_RUN = (
-    "quest-tsai's tests in Time-Series-Library (test_tsl.py); set QUEST_TSL_ROOT to a folder with clones of "
-    "thuml/Time-Series-Library and zhouhaoyi/ETDataset"
-)
+if not ROOT:
+    NOT_RUN.append(
+        "quest-tsai's tests in Time-Series-Library (test_tsl.py); set QUEST_TSL_ROOT to a folder with clones of "
+        "thuml/Time-Series-Library and zhouhaoyi/ETDataset"
+    )
 collect_ignore = [] if ROOT else ["test_tsl.py"]  # a skip would fail in CI, and a clone cannot be installed
 ENVIRONMENT = Path(__file__).parents[2] / "quest-suites" / "environment"
 sys.path.append(str(ENVIRONMENT))
 import numpy as np  # noqa: E402
 import quest_suites_environment  # noqa: F401, E402  # there already where ./dev made the environment
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _say_what_did_not_run(record_testsuite_property):
-    if not ROOT:
-        record_testsuite_property("not run", NOT_RUN)  # ./dev test repeats it in its summary
 
 
 @pytest.fixture(scope="session")
