@@ -286,22 +286,25 @@ class Made:
     def __init__(self, cell: Cell, seed: int = 0) -> None:
         self.cell, subject = cell, cell.subject
         self.seed = zlib.crc32(str(cell).encode()) + seed
-        torch.manual_seed(self.seed)
         self.make, self.heads, self.single = LAYOUTS[cell.layout]
         self.config = subject.config(self.heads)
         self.groups = min(subject.groups, self.heads)
         self.batch, self.dim = 2, 8
         self.key_dim = subject.key_features or self.dim
         self.draws = subject.name == "quest+pgqa"
-        self.module = Layers(self.config, self.heads, self.dim, is_causal=cell.is_causal)
+        self._build(subject.training)
+
+    def _build(self, training: bool) -> None:
+        torch.manual_seed(self.seed)
+        self.module = Layers(self.config, self.heads, self.dim, is_causal=self.cell.is_causal)
         with torch.no_grad():
             for parameter in self.module.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.3)
-        self.module.to(cell.dtype)
+        self.module.to(self.cell.dtype)
         if not self.config.family and self.config["grouping"] == "dgqa":
             self._warm_up()
         self.buffers = {name: x.clone() for name, x in self.module.named_buffers()}  # before a call changes them
-        self.module.train(subject.training)
+        self.module.train(training)
 
     def _warm_up(self) -> None:
         """Train until the sizes of dgqa are uneven; they stay for the next seven calls."""
@@ -402,8 +405,8 @@ def gradients(
     function: Callable[..., Tensor], parameters: Mapping[str, Tensor], tensors: Sequence[Tensor], dtype: torch.dtype
 ) -> list[Tensor]:
     """The output, and its gradients by q, k, v, an additive mask and every parameter."""
-    leaves = [_leaf(x, dtype) for x in tensors]
-    learned = {name: _leaf(x, dtype) for name, x in parameters.items()}
+    leaves = [leaf(x, dtype) for x in tensors]
+    learned = {name: leaf(x, dtype) for name, x in parameters.items()}
     out = function(learned, *leaves)
     sources = differentiable(leaves, learned)
     if not out.requires_grad:
@@ -418,13 +421,13 @@ def differentiable(leaves: Sequence[Tensor], learned: Mapping[str, Tensor]) -> l
     return [*leaves[:3], *masks, *learned.values()]
 
 
-def _leaf(x: Tensor, dtype: torch.dtype) -> Tensor:
+def leaf(x: Tensor, dtype: torch.dtype, want: bool = True) -> Tensor:
     if not x.is_floating_point():
         return x
     kept = x.detach() if x.dtype == dtype else x.detach().to(dtype)
     if x.dtype != dtype and bool((x <= torch.finfo(x.dtype).min / 2).any()):  # hidden keys stay hidden
         kept = kept.masked_fill(x <= torch.finfo(x.dtype).min / 2, -math.inf)
-    return kept.requires_grad_()
+    return kept.requires_grad_(want)
 
 
 def names(made: Made, tensors: Sequence[Tensor]) -> list[str]:

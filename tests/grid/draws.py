@@ -15,7 +15,7 @@ from quest_core import AttentionConfig
 from quest_core import ops as blocks
 from quest_core.mechanisms import aft_ops, linear
 
-from .cases import BY_NAME, DTYPES, Cell, Layers, Made, bounds, compare, rough, weight_of
+from .cases import BY_NAME, DTYPES, Cell, Made, bounds, compare, leaf, rough, weight_of
 
 Pick = Callable[[Sequence[Any]], Any]
 """Chooses one of several options."""
@@ -210,22 +210,13 @@ class MadeOf(Made):
         if one.dtype == torch.float64 and one.transform == "ONNX":  # whose exporter rounds 1/√D to float32
             self.slack = 32 * torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps
         self.one_graph = one.q.windows is None  # PyTorch compiles for each order of strides that overlap
-        torch.manual_seed(self.seed)
         self.heads, self.single = one.heads, one.n < 2 or "aft-conv" in one.spec
         self.config = AttentionConfig.parse(one.spec)
         self.groups, self.batch, self.dim, self.key_dim = one.groups, one.batch, one.dim, one.key_dim
         self.draws = "pgqa" in one.spec and "noise_in_eval=false" not in one.spec
-        self.module = Layers(self.config, self.heads, self.dim, is_causal=one.is_causal)
-        with torch.no_grad():
-            for parameter in self.module.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-        self.module.to(one.dtype)
-        if "dgqa" in one.spec.replace("kdgqa", ""):
-            self._train()
-        self.buffers = {name: x.clone() for name, x in self.module.named_buffers()}  # before a call changes them
-        self.module.train(one.training)
+        self._build(one.training)
 
-    def _train(self) -> None:
+    def _warm_up(self) -> None:
         """Some steps of training, which leave dgqa with other sizes."""
         self.module.train()
         for step in range(self.seed % 6):
@@ -305,10 +296,10 @@ def run(one: Example) -> None:
 
     def results(function: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
         kinds = [dtype] * 3 + [torch.promote_types(dtype, x.dtype) for x in tensors[3:]]  # a mask is never narrowed
-        leaves = [_leaf(x, kind, want) for x, kind, want in zip(tensors, kinds, one.wants, strict=False)]
+        leaves = [leaf(x, kind, want) for x, kind, want in zip(tensors, kinds, one.wants, strict=False)]
         if len(leaves) > 3 and one.mask not in ("bias", "-100"):
             leaves[3] = leaves[3].detach()
-        learned = {name: _leaf(x, dtype, one.wants[4]) for name, x in made.named().items()}
+        learned = {name: leaf(x, dtype, one.wants[4]) for name, x in made.named().items()}
         out = function(learned, *leaves)
         sources = [x for x in (*leaves, *learned.values()) if x.requires_grad]
         if not sources:
@@ -351,15 +342,6 @@ def _weight(out: Tensor, layout: str) -> Tensor:
     if layout == "features first":
         return weight.mT.contiguous().mT
     return weight.contiguous() if layout == "contiguous" else weight
-
-
-def _leaf(x: Tensor, dtype: torch.dtype, want: bool) -> Tensor:
-    if not x.is_floating_point():
-        return x
-    low = x <= torch.finfo(x.dtype).min / 2
-    x = x.detach().to(dtype)
-    x = x.masked_fill(low, -torch.inf) if bool(low.any()) and dtype == torch.float64 else x
-    return x.requires_grad_(want)
 
 
 def text(one: Example) -> str:

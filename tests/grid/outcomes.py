@@ -20,9 +20,10 @@ from typing import Any
 import torch
 
 from devtools import versions
+from quest_core.compat import VERSION
 
 from .cases import DTYPES, KEY_MASKS, LAYOUTS, SUBJECTS, Cell, Deviation, Raw, Subject, judge, masks_of
-from .transforms import TRANSFORMS, VERSION
+from .transforms import TRANSFORMS
 
 PATH = Path(__file__).with_name("outcomes.json")
 

@@ -39,8 +39,6 @@ from .cases import (
     weight_of,
 )
 
-VERSION = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
-
 
 def zero_key(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The same tensors with a key of zeros, and those that share its memory: what no recorded graph may have frozen."""
