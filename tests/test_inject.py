@@ -14,7 +14,7 @@ from torch import nn
 
 import quest_core
 from quest_core import ConfigError, InjectionError, MultiheadAttention, UnsupportedError
-from quest_core.hosts.inject import Replacement, Report, Request
+from quest_core.hosts.inject import Request
 from quest_core.hosts.torch import TorchAdapter
 from quest_core.notices import LOGGER, say
 
@@ -452,15 +452,26 @@ def test_an_adapter_says_what_stays_by_design():
     assert "; not replaced (it only gates): 1, 2" in str(report)
 
 
-def test_reports_of_parts_join_to_one_of_the_whole():
-    """Paths are those of the whole model, and reasons are kept."""
-    row = Replacement("attn", "Attention", "timm", 8, 8)
-    one = Report("quest", (row,), {"other": "it only gates"})
-    two = Report("quest", (replace(row, path="decoder.other"),), {"gate": ""}, started=True)
-    joined = Report.joined("quest", [("encoder", one), ("decoder", one), ("", two)])
-    assert [row.path for row in joined.replacements] == ["encoder.attn", "decoder.attn", "decoder.other"]
-    assert joined.left_alone == {"encoder.other": "it only gates", "gate": ""}
-    assert joined.started
+def test_a_function_chooses_the_attention_of_each_module():
+    model, x = encoder().eval(), torch.randn(2, 5, 8)
+    stock = copy.deepcopy(model)
+    model, report = quest_core.inject(model, lambda site: "qknorm-ds" if site.path.startswith("layers.1.") else None)
+    assert [(row.path, row.attention) for row in report.replacements] == [("layers.1.self_attn", "qknorm-ds")]
+    assert report.left_alone["layers.0.self_attn"] == "no attention was chosen for it"
+    assert type(model.layers[0].self_attn) is nn.MultiheadAttention
+    assert torch.equal(model.layers[0](x), stock.layers[0](x))
+    assert not torch.equal(model.layers[1](x), stock.layers[1](x))
+    names = {"layers.0.self_attn": "quest", "layers.1.self_attn": "quest+sigmoid"}
+    report = quest_core.inject(quest_core.uninject(model), lambda site: names[site.path])[1]
+    assert str(report).startswith("attention=quest, quest+sigmoid in 2 modules")
+    assert all(name in line for name, line in zip(names.values(), report.table().splitlines(), strict=True))
+
+
+def test_a_function_that_chooses_nothing_or_a_start_of_trained_weights_is_refused():
+    with pytest.raises(InjectionError, match="no attention was chosen for any of 'layers.0.self_attn', "):
+        quest_core.inject(encoder(), lambda _: None)
+    with pytest.raises(ConfigError, match="say fresh=True"):
+        quest_core.inject(encoder(), lambda _: "quest(init=5)")
 
 
 # --- what a host's configuration asks for -----------------------------------------------------------------------------

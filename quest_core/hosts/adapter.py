@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..config import AttentionConfig
+from ..config import STANDARD, AttentionConfig
 from ..drafts import draft, host_class
 from ..errors import InjectionError, UnsupportedError
 from ..mechanism import Mechanism, head_sizes
@@ -70,8 +70,9 @@ class Site:
         num_heads: query heads.
         head_dim: features per query/key head.
         capabilities: what this site asks of a mechanism.
-        fresh: the weights have only been initialized, not trained; set by `inject`. Where a mechanism needs fewer key
-            heads, `quest_core.projections.pool_heads` keeps one of each group of fresh heads and averages trained ones.
+        attention: of the module after `inject`, which sets this and `fresh`.
+        fresh: the weights have only been initialized, not trained. Where a mechanism needs fewer key heads,
+            `quest_core.projections.pool_heads` keeps one of each group of fresh heads and averages trained ones.
         stack: the stack of layers it belongs to, where paths that differ only in numbers do not say it: what
             compares a layer with the one before (elliptical) does so within a stack.
         note: a remark for the report.
@@ -82,6 +83,7 @@ class Site:
     num_heads: int
     head_dim: int
     capabilities: Capabilities = field(default_factory=Capabilities)
+    attention: AttentionConfig = STANDARD
     fresh: bool = False
     stack: str | None = None
     note: str = ""

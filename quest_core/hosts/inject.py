@@ -60,6 +60,7 @@ class Replacement:
     kernel: str = ""
     note: str = ""  # a remark on the attention in this host
     query_norms: tuple[float, ...] = ()  # of a fresh model: see `Projections.norms`; one of each head
+    attention: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Report:
     """What an injection did.
 
     Attributes:
-        attention: the mechanism, as AttentionConfig writes it.
+        attention: the mechanisms, as AttentionConfig writes them.
         replacements: one entry a replaced module, in the order of the forward pass.
         left_alone: paths of modules that look like attention and that were not replaced -> why, "" if it is not known.
         started: whether options of the attention set the norms of queries or keys.
@@ -77,18 +78,6 @@ class Report:
     replacements: tuple[Replacement, ...]
     left_alone: Mapping[str, str] = field(default_factory=dict)
     started: bool = False
-
-    @classmethod
-    def joined(cls, attention: str, reports: Iterable[tuple[str, Report]]) -> Report:
-        """Return one report of several on parts of a model, by their paths, without what another has replaced."""
-        rows, left, started = [], dict[str, str](), False
-        for root, report in reports:
-            rows += [replace(row, path=f"{root}.{row.path}".strip(".")) for row in report.replacements]
-            left |= {f"{root}.{path}".strip("."): why for path, why in report.left_alone.items()}
-            started = started or report.started
-        for row in rows:
-            left.pop(row.path, None)
-        return cls(attention, tuple(rows), left, started)
 
     def __str__(self) -> str:
         before = sum(r.parameters_before for r in self.replacements)
@@ -100,7 +89,9 @@ class Report:
         for path, why in self.left_alone.items():
             left.setdefault(f" ({why})" * bool(why), []).append(path)
         others = f"; kernel={' and '.join(dict.fromkeys(r.kernel for r in self.replacements))}"
-        others += "".join(f"; not replaced{why}: {', '.join(paths)}" for why, paths in left.items())
+        for why, paths in left.items():
+            more = f" and {len(paths) - 8} more" if len(paths) > 8 else ""
+            others += f"; not replaced{why}: {', '.join(paths[:8])}{more}"
         others += "".join(f"; {note}" for note in dict.fromkeys(r.note for r in self.replacements if r.note))
         norms = [norm for r in self.replacements for norm in r.query_norms]
         if norms and self.started:
@@ -109,9 +100,10 @@ class Report:
 
     def table(self) -> str:
         """Return all replaced modules, one a line, with the mean norm that queries start with in a fresh model."""
-        width = max(len(r.path) for r in self.replacements)
+        width, several = max(len(r.path) for r in self.replacements), len({r.attention for r in self.replacements}) > 1
         return "\n".join(
             f"{r.path:<{width}}  {r.host_class}  {r.adapter}  {r.parameters_before:,} -> {r.parameters_after:,}"
+            + (f"  {r.attention}" if several else "")
             + f"  {r.kernel}"
             + (f"  {r.note}" if r.note else "")
             + (f"  ‖q‖ {sum(r.query_norms) / len(r.query_norms):.3g}" if r.query_norms else "")
@@ -213,7 +205,7 @@ def check_flag(name: str, value: object) -> None:
 
 def inject(
     model: nn.Module,
-    attention: AttentionSpec,
+    attention: AttentionSpec | Callable[[Site], AttentionSpec | None],
     *,
     adapter: str | Adapter | Sequence[str | Adapter] | None = None,
     fresh: bool = False,
@@ -231,7 +223,8 @@ def inject(
     Args:
         model: any model whose attention an adapter knows; torch.nn.MultiheadAttention always is known, and the hosts
             of installed plugins are while their framework is imported.
-        attention: a name, mapping or AttentionConfig.
+        attention: a name, mapping or AttentionConfig. Or a function that returns it for each module, by its `path` in
+            the model and what else :class:`quest_core.Site` says of it; None leaves the module as it is.
         adapter: the name of a plugin, an Adapter, or several of these, to use instead of all that apply. Where two find
             the same module, the first one replaces it.
         fresh: the model has only been initialized. With fewer key/value heads (gqa), one head of each group stays, in
@@ -254,15 +247,10 @@ def inject(
         UnsupportedError: a site cannot honour the mechanism; the message names those that it can.
         PluginError: the named plugin is missing or not ok.
     """
-    config = AttentionConfig.parse(attention)
     check_flag("fresh", fresh)
     check_flag("allow_partial", allow_partial)
+    choose = _chooser(attention, fresh=fresh)
     _refuse_wrapped(model)
-    if config.initial_norms and not fresh:
-        raise ConfigError(
-            f"attention '{config}' scales projections that have only been initialized, and this model may be trained; "
-            "say fresh=True if it is not, or leave the option out (quest_core.calibrate fits trained queries)"
-        )
     if adapter is None:
         adapters: list[Adapter] = [*running_adapters(), TorchAdapter()]
     else:
@@ -278,25 +266,31 @@ def inject(
         found = [(owner, site) for owner, site in found if site.path not in finding.idle]
     if example is not None or adapter is None:
         found += finding.sites()
-    chosen = [(owner, replace(site, fresh=fresh)) for owner, site in found]
-    if not chosen:
+    if not found:
         raise InjectionError(_nothing_found(model, adapters, finding, ran=example is not None))
+    wanted = [(owner, site, choose(site)) for owner, site in found]
+    chosen = [(owner, replace(site, fresh=fresh, attention=config)) for owner, site, config in wanted if config]
+    if not chosen:
+        raise InjectionError(f"no attention was chosen for any of {', '.join(repr(site.path) for _, site in found)}")
+    configs = sorted({site.attention for _, site in chosen}, key=str)
+    said = ", ".join(map(str, configs))
     by_design = {kind: why for owner in adapters for kind, why in owner.leaves_alone.items()}
     others = {m for m in model.modules() if type(m).__name__ in by_design or any(a.attends(m) for a in adapters)}
     left = finding.missed | unknown_attention(
-        model, [site.path for _, site in chosen], lambda module: module in others or looks_like_attention(module)
+        model, [site.path for _, site in found], lambda module: module in others or looks_like_attention(module)
     )
     if not allow_partial:
         unread = {path: left[path] for path in left if path not in finding.left}
-        _refuse_partial(config, chosen, by_design, unread, ran=example is not None)
+        _refuse_partial(said, chosen, by_design, unread, ran=example is not None)
     for owner, site in chosen:
-        require(owner, site, config)
-    _refuse_heads(config, [site for _, site in chosen])
-    stacks = _stacks(config, model, [site for _, site in chosen])
+        require(owner, site, site.attention)
+    for config in configs:
+        _refuse_heads(config, [site for _, site in chosen if site.attention == config])
+    stacks = _stacks(model, [site for _, site in chosen])
 
     # Draft all changes; the model is not changed yet.
     with same_random_state(model):
-        made = [owner.replace(site, config) for owner, site in chosen]
+        made = [owner.replace(site, site.attention) for owner, site in chosen]
     for (owner, site), one in zip(chosen, made, strict=True):
         if origin_of(one) is not site.module:
             raise InjectionError(
@@ -309,10 +303,11 @@ def inject(
     drafts: dict[nn.Module, Any] = {origin_of(one): one for one in made}
     for owner in adapters:  # also those that own no site: their hosts' configs may say the attention
         owner.connect(model, drafts)
-    scaled = _projections_to_scale(config, chosen, made) if fresh else []
-    rows = [_row(config, owner, site, one, fresh=fresh) for (owner, site), one in zip(chosen, made, strict=True)]
+    scaled = _projections_to_scale(chosen, made) if fresh else []
+    rows = [_row(owner, site, one) for (owner, site), one in zip(chosen, made, strict=True)]
     stays = {path: by_design.get(type(left[path]).__name__) or finding.left.get(path, "") for path in left}
-    report = Report(str(config), tuple(rows), stays, bool(scaled))
+    stays |= {site.path: "no attention was chosen for it" for _, site, config in wanted if config is None}
+    report = Report(said, tuple(rows), stays, bool(scaled))
     changed = {origin_of(x): type(x) for one in drafts.values() for x in one.modules() if is_draft(x)}
     _refuse_kept_methods(model, changed)
     trained = None if attention_from is None else AttentionConfig.parse(attention_from)
@@ -330,6 +325,27 @@ def inject(
     compare_before_loading(model)
     vars(model)[REPORT] = report  # a model's own __setattr__ may refuse
     return model, report
+
+
+def _chooser(
+    attention: AttentionSpec | Callable[[Site], AttentionSpec | None], *, fresh: bool
+) -> Callable[[Site], AttentionConfig | None]:
+    """Return the function that chooses the attention of a site; ConfigError if that sets the start of a trained one."""
+
+    def parse(spec: AttentionSpec) -> AttentionConfig:
+        config = AttentionConfig.parse(spec)
+        if config.initial_norms and not fresh:
+            raise ConfigError(
+                f"attention '{config}' scales projections that have only been initialized, and this model may be "
+                "trained; say fresh=True if it is not, or leave the option out (quest_core.calibrate fits trained "
+                "queries)"
+            )
+        return config
+
+    if callable(attention):
+        return lambda site: None if (spec := attention(site)) is None else parse(spec)
+    config = parse(attention)
+    return lambda _: config
 
 
 def uninject(model: nn.Module) -> nn.Module:
@@ -382,7 +398,7 @@ def _is_frozen_around(model: nn.Module, site: Site) -> bool:
 
 
 def _refuse_partial(
-    config: AttentionConfig,
+    said: str,
     chosen: Sequence[tuple[Adapter, Site]],
     by_design: Container[str],
     left: Mapping[str, nn.Module],
@@ -395,7 +411,7 @@ def _refuse_partial(
         shown = ", ".join(f"'{path}' ({kind})" for path, kind in list(missed.items())[:8])
         more = f" and {len(missed) - 8} more" if len(missed) > 8 else ""
         raise InjectionError(
-            f"attention '{config}' would replace {len(chosen)} modules and leave {len(missed)} as they are, which "
+            f"attention '{said}' would replace {len(chosen)} modules and leave {len(missed)} as they are, which "
             f"look like attention and which no adapter knows: {shown}{more}; {'' if ran else BY_EXAMPLE + '; '}"
             f"say allow_partial=True if that is meant, or write an adapter for them ({GUIDE})"
         )
@@ -418,32 +434,37 @@ def _refuse_heads(config: AttentionConfig, sites: Iterable[Site]) -> None:
             ) from None
 
 
-def _stacks(config: AttentionConfig, model: nn.Module, sites: Sequence[Site]) -> dict[str, str]:
-    """Return the stack of each path, for `chain`; empty unless the attention compares layers."""
-    if not any(part.chained for part in config.components):
+def _stacks(model: nn.Module, sites: Iterable[Site]) -> dict[str, str]:
+    """Return the stack of each path whose attention compares layers, for `chain`."""
+    sites = [site for site in sites if any(part.chained for part in site.attention.components)]
+    if not sites:
         return {}
     stacks = {site.path: site.stack or stack_of(site.path) for site in sites}
     if len(set(stacks.values())) == len(stacks):
         raise InjectionError(
-            f"attention '{config}' compares each layer with the one before it, and here no layer follows another: "
-            f"{', '.join(site.path or type(site.module).__name__ for site in sites)}. Layers follow each other "
-            "where their paths differ in numbers only, as in layers.0.attn and layers.1.attn, and no stage ends between"
+            f"attention '{sites[0].attention}' compares each layer with the one before it, and here no layer follows "
+            f"another: {', '.join(site.path or type(site.module).__name__ for site in sites)}. Layers follow each "
+            "other where their paths differ in numbers only, as in layers.0.attn and layers.1.attn, and no stage ends "
+            "between"
         )
     refuse_repeated(model, [site.module for site in sites])
     return stacks
 
 
-def _projections_to_scale(
-    config: AttentionConfig, chosen: Iterable[tuple[Adapter, Site]], made: Iterable[nn.Module]
-) -> list[Projected]:
-    """Return the projections that options of the attention scale; raises UnsupportedError if some cannot be scaled."""
+def _projections_to_scale(chosen: Iterable[tuple[Adapter, Site]], made: Iterable[nn.Module]) -> list[Projected]:
+    """Return the projections that options of the attention scale; raises UnsupportedError if some cannot be scaled.
+
+    A module that its adapter returns as it is had its attention before, and was scaled then.
+    """
     found: list[Projected] = []
-    for (owner, _), one in zip(chosen, made, strict=True):
+    for (owner, site), one in zip(chosen, made, strict=True):
+        if one is site.module:
+            continue
         projected = owner.projections(one)
-        if config.initial_norms and not projected:
+        if site.attention.initial_norms and not projected:
             raise UnsupportedError(
-                f"attention '{config}' scales query and key projections, and {type(one).__name__} describes none "
-                "(quest_core.projections.Projected); leave the option out"
+                f"attention '{site.attention}' scales query and key projections, and {type(one).__name__} describes "
+                "none (quest_core.projections.Projected); leave the option out"
             )
         found += [part for part in projected if part.config.initial_norms]
     for part in found:
@@ -451,17 +472,18 @@ def _projections_to_scale(
     return found
 
 
-def _row(config: AttentionConfig, owner: Adapter, site: Site, made: nn.Module, *, fresh: bool) -> Replacement:
+def _row(owner: Adapter, site: Site, made: nn.Module) -> Replacement:
     """Return the entry of a report for the draft that `site.module` will become."""
-    norms = _query_norms(owner.projections(made)) if fresh else ()
+    norms = _query_norms(owner.projections(made)) if site.fresh else ()
     before, after = (sum(p.numel() for p in one.parameters()) for one in (site.module, made))
     note = site.note
-    if not note and any(part.unit_keys for part in config.components):
+    if not note and any(part.unit_keys for part in site.attention.components):
         note = _remark_on_norm(site)
         if not note and site.head_dim <= NARROW:
             note = f"heads have {site.head_dim} features; {NARROW_HEADS}"
     kind = type(site.module).__name__
-    return Replacement(site.path, kind, owner.name, before, after, owner.kernel(site, made), note, norms)
+    said = str(site.attention)
+    return Replacement(site.path, kind, owner.name, before, after, owner.kernel(site, made), note, norms, said)
 
 
 def _remark_on_norm(site: Site) -> str:

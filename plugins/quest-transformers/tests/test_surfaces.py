@@ -241,7 +241,7 @@ def test_a_part_of_a_model_at_hand_can_be_replaced_apart():
     model.set_attn_implementation({"vision_config": {"": "quest"}, "text_config": "eager"})
     assert model.config.text_config._attn_implementation == "eager"
     said = str(model.attention_report)
-    assert "; kernel=sdpa; not replaced (its own config asks for nothing): text_model" in said
+    assert "; kernel=sdpa; not replaced (no attention was chosen for it): text_model.encoder.layers.0.self_attn" in said
     model.set_attn_implementation({"text_config": "sigmoid"})
     assert [model.config.vision_config.attention, model.config.text_config.attention] == ["quest", "sigmoid"]
     assert not any(mechanisms(other))

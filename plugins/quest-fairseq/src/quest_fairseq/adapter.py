@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import nn
@@ -13,7 +14,7 @@ from quest_core.checkpoints import compare
 from quest_core.config import AttentionConfig
 from quest_core.drafts import host_class
 from quest_core.hosts.adapter import Adapter, HostAttention, Site
-from quest_core.hosts.inject import REPORT, Report, inject
+from quest_core.hosts.inject import REPORT, inject
 
 from . import models, patches
 from .attention import Attention
@@ -25,27 +26,24 @@ class FairseqAdapter(Adapter):
     """Every MultiheadAttention of fairseq: decoders (causal, with incremental state), encoders, cross-attention.
 
     Args:
-        parts: whose sites are meant, of `PARTS`.
-        done: modules that have their attention already, and are left out.
+        done: modules that have their attention already, and keep it.
     """
 
     name: ClassVar[str] = "fairseq"
 
     replacements: ClassVar = {"fairseq.modules.multihead_attention.MultiheadAttention": Attention}
 
-    def __init__(self, parts: Iterable[str] = PARTS, done: Iterable[nn.Module] = ()) -> None:
-        self.parts, self.done = frozenset(parts), frozenset(done)
-        if self.parts != {*PARTS} or self.done:
-            self.leaves_alone = dict.fromkeys(("MultiheadAttention", "Attention"), "")  # type: ignore[misc]
+    def __init__(self, done: Iterable[nn.Module] = ()) -> None:
+        self.done = frozenset(done)
 
     def replacement(self, module: nn.Module) -> type[HostAttention] | None:
         """Return the class that replaces a module. That of transformers' TransfoXL moved between modules."""
         relative = host_class(module).__name__ == "RelPartialLearnableMultiHeadAttn"
         return RelativeAttention if relative else super().replacement(module)
 
-    def sites(self, model: nn.Module) -> Iterable[Site]:
-        """Yield the sites of `parts`."""
-        return (site for site in super().sites(model) if _part(site) in self.parts and site.module not in self.done)
+    def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
+        """Return the draft of a module, and one of `done` as it is."""
+        return site.module if site.module in self.done else super().replace(site, config)
 
     def change_host(self) -> None:
         """Register a model ``quest_...`` for each model of fairseq, and its presets; change fairseq."""
@@ -81,20 +79,16 @@ def put(asked: Asked, model: nn.Module, *, fresh: bool = True, part: bool = Fals
     for name in PARTS:
         if name in found or not found:
             groups.setdefault(asked.of[name], []).append(name)
-    loaded = model.named_modules() if done else ()
-    reports = [(path, vars(module)[REPORT]) for path, module in loaded if path and REPORT in vars(module)]
-    for config, parts in groups.items():
-        adapter = FairseqAdapter(parts if len(groups) > 1 else PARTS, done)
-        if done and not [*adapter.sites(model)]:
-            continue
-        if not fresh and not held:
+    if not fresh and not held:
+        for config, parts in groups.items():
             compare(None, config, asked.trained, " and ".join(parts), model)
-        options: dict[str, Any] = {"attention_from": asked.trained, "allow_partial": asked.allow_partial}
-        reports.append(("", inject(model, config, adapter=adapter, fresh=fresh, **options)[1]))
-    kinds = "; ".join(f"{' and '.join(parts)}: {config}" for config, parts in groups.items())
-    vars(model)[REPORT] = Report.joined(kinds if len(groups) > 1 else str(next(iter(groups))), reports)
+    options: dict[str, Any] = {"attention_from": asked.trained, "allow_partial": asked.allow_partial, "fresh": fresh}
+    _, report = inject(model, lambda site: asked.of[_part(site)], adapter=FairseqAdapter(done), **options)
+    if len(groups) > 1:
+        kinds = "; ".join(f"{' and '.join(parts)}: {config}" for config, parts in groups.items())
+        report = vars(model)[REPORT] = replace(report, attention=kinds)
     if not part:
-        vars(model)[REPORT].announce()
+        report.announce()
 
 
 def _fits(site: Site, asked: Asked) -> bool:

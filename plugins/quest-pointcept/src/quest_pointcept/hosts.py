@@ -15,17 +15,17 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from quest_core.checkpoints import ENTRY, compare_before_loading, unexpected_entry
+from quest_core.checkpoints import ENTRY, unexpected_entry
 from quest_core.config import STANDARD
 from quest_core.errors import CheckpointError, ConfigError
 from quest_core.hosts.adapter import Adapter, sections
-from quest_core.hosts.inject import KEYS, REPORT, Report, Request, inject, open_texts, rehearse
+from quest_core.hosts.inject import KEYS, REPORT, Request, inject, open_texts, rehearse
 from quest_core.mechanism import Mechanism
 from quest_core.notices import say
 from quest_core.tools.calibration import calibrate, refuse_uncalibratable
@@ -131,34 +131,29 @@ class Asked:
             _refuse_calibration(where, batches, requests)
         return cls(requests, batches)
 
-    def roots(self, model: nn.Module, adapter: Adapter, stages: int) -> dict[str, Request]:
-        """Return modules -> what they get: the model itself, its encoder and decoder, or each stage."""
+    def of(self, path: str, stages: int) -> Request:
+        """Return what an attention gets: that of the model, of its encoder or decoder, or of its stage."""
         if "" in self.parts:
-            return {"": self.parts[""]}
-        found = {}
-        for site in adapter.sites(model):
-            stage = re.match(r"(enc|dec)(?:\.\1|oder\.blocks\.)(\d+)(?=\.)", site.path)
-            assert stage is not None  # the models of `MODELS` with stages have no others
-            if "enc" in self.parts:  # whole, so that an error about its numbers of heads speaks of all its stages
-                found[site.path.partition(".")[0]] = self.parts[stage[1]]
-                continue
-            number = int(stage[2])
-            if stage[0].startswith("decoder"):  # torch-pointcloud's begins with the coarsest
-                number = stages - 2 - number
-            found[stage[0]] = self.parts[str(number)]
-        return found
+            return self.parts[""]
+        stage = re.match(r"(enc|dec)(?:\.\1|oder\.blocks\.)(\d+)(?=\.)", path)
+        assert stage is not None  # the models of `MODELS` with stages have no others
+        if "enc" in self.parts:
+            return self.parts[stage[1]]
+        # torch-pointcloud's decoder begins with the coarsest.
+        return self.parts[str(stages - 2 - int(stage[2]) if stage[0].startswith("decoder") else int(stage[2]))]
 
     def apply(self, model: nn.Module, adapter: Adapter, stages: int) -> None:
         """Inject into a fresh model, and report it."""
-        reports = []
-        for root, request in self.roots(model, adapter, stages).items():
-            _, report = inject(model.get_submodule(root), adapter=adapter, fresh=True, **vars(request))
-            reports.append((root, report))
+        options = {
+            name: option for name, option in vars(next(iter(self.parts.values()))).items() if name != "attention"
+        }
+        _, report = inject(
+            model, lambda site: self.of(site.path, stages).attention, adapter=adapter, fresh=True, **options
+        )
         said = "; ".join(f"{name}: {one.attention}".removeprefix(": ") for name, one in self.parts.items())
-        whole = Report.joined(said, reports)
-        compare_before_loading(model)
-        vars(model).update({REPORT: whole, BATCHES: self.batches})
-        whole.announce()
+        report = replace(report, attention=said)
+        vars(model).update({REPORT: report, BATCHES: self.batches})
+        report.announce()
 
 
 def _refuse_calibration(where: str, batches: Any, parts: Mapping[str, Request]) -> None:
