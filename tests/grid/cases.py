@@ -493,13 +493,18 @@ def bounds(
 def compare(
     got: Sequence[Tensor], exact: Sequence[Tensor], allowed: Sequence[float], dtype: torch.dtype, what: Sequence[str]
 ) -> None:
-    """Raise Deviation where a result is further from the truth than allowed, or is of another shape or type."""
+    """Raise Deviation where a result is further from the truth than allowed, or is of another shape or type.
+
+    Beyond the range of the type, infinity is the truth.
+    """
+    largest = torch.finfo(dtype).max
     for name, a, b, limit in zip(what, got, exact, allowed, strict=True):
         if a.shape != b.shape:
             raise Deviation(f"{name} has shape {list(a.shape)}, not {list(b.shape)}")
         if a.dtype != dtype:
             raise Deviation(f"{name} is {a.dtype}, not {dtype}")
-        error = float((a.double() - b).abs().max()) if a.numel() else 0.0
+        off = a.double().clamp(-largest, largest) - b.clamp(-largest, largest)
+        error = float(off.abs().max()) if a.numel() else 0.0
         if not error <= limit:  # NaN too
             raise Deviation(f"{name} is off by {error:.2g}; rounding explains {limit:.2g}")
 
