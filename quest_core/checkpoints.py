@@ -177,6 +177,11 @@ def compare_layers(
             entry = None  # set_model_state_dict(full_state_dict=True) fills in the model's own tensors
         fits = entry is None and _lacks_weights(layer, where, given, missing)
         guard.verdict = missing_keys, fits or compare(entry, guard.config, guard.attention_from, where, missing_keys)
+    kept = {_WRAPPERS.sub("", f"{path}.")[:-1] for path, module in modules.items() if not hasattr(module, "mechanism")}
+    meant = {module.attention_from for module in modules.values() if isinstance(module, CheckpointGuard)}
+    for key in [key for key in given if key.endswith(f".mechanism.{ENTRY}")]:
+        if key.removesuffix(f".mechanism.{ENTRY}") in kept and AttentionConfig.parse(decode(given[key])) not in meant:
+            raise unexpected_entry(key, given[key], "the host")
 
 
 def _weights(module: nn.Module, path: str, mechanism: str) -> list[str]:

@@ -472,6 +472,35 @@ def test_a_function_that_chooses_nothing_or_a_start_of_trained_weights_is_refuse
         quest_core.inject(encoder(), lambda _: None)
     with pytest.raises(ConfigError, match="say fresh=True"):
         quest_core.inject(encoder(), lambda _: "quest(init=5)")
+    with pytest.raises(ConfigError, match="attention is <class"):
+        quest_core.inject(encoder(), MultiheadAttention)
+
+
+def test_what_has_an_attention_of_ours_is_chosen_again_or_refused():
+    model, _ = quest_core.inject(encoder(), "quest")
+    with pytest.raises(
+        InjectionError, match="no attention was chosen for 'layers.1.self_attn', which has one of quest"
+    ):
+        quest_core.inject(model, lambda site: "qnorm" if "0" in site.path else None)
+    assert str(model.layers[0].self_attn.mechanism.config) == "quest"
+
+
+@pytest.mark.parametrize("other", ["quest", None])
+def test_layers_that_compare_themselves_are_a_whole_stack(other):
+    with pytest.raises(UnsupportedError, match=r"'layers.1.self_attn' of this stack has another attention"):
+        quest_core.inject(encoder(3), lambda site: other if "1" in site.path else "elliptical")
+
+
+def test_a_model_with_quest_in_some_layers_takes_no_file_with_more():
+    whole = quest_core.inject(encoder(), "quest")[0].state_dict()
+    some, _ = quest_core.inject(encoder(), lambda site: "quest" if "0" in site.path else None)
+    before = copy.deepcopy(some.state_dict())
+    with pytest.raises(
+        quest_core.CheckpointError, match="'layers.1.self_attn.mechanism.* trained with attention 'quest'"
+    ):
+        some.load_state_dict(whole, strict=False)
+    assert all(torch.equal(before[key], x) for key, x in some.state_dict().items())
+    some.load_state_dict(before)
 
 
 # --- what a host's configuration asks for -----------------------------------------------------------------------------

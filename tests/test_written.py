@@ -789,6 +789,44 @@ def test_gates_of_one_entry_are_gates(shape):
     torch.testing.assert_close(model(one), wanted)
 
 
+def gated_by_a_buffer(m, q, k, v):
+    return ((q * m.factor) @ k.mT * D**-0.5).softmax(-1) @ v
+
+
+def test_a_buffer_is_no_gate():
+    model, x = make(gated_by_a_buffer)
+    for layer in model.layers:
+        layer.register_buffer("factor", torch.ones(1))
+    quest_core.inject(model, "quest", example=x)
+    model(x)
+    model.layers[0].factor.fill_(3)
+    with pytest.raises(UnsupportedError, match="multiplies its queries by 3, and in the example by 1"):
+        model(x)
+
+
+def scaled_parts_of_a_view(m, q, k, v):
+    q = q.clone()
+    parts = q[..., : D // 2], q[..., D // 2 :]
+    q.view(B, H, N, D).mul_(D**-0.5)
+    return (torch.cat(parts, -1) @ k.mT).softmax(-1) @ v
+
+
+def test_parts_of_a_view_that_is_scaled_are_scaled():
+    model, x = make(scaled_parts_of_a_view)
+    with pytest.raises(UnsupportedError, match=PART):
+        quest_core.inject(model, "quest", example=x)
+
+
+def test_tensors_that_no_module_holds_hide_no_factor():
+    """Queries that are parameters, and a table that no module holds: the scale may be any."""
+    table = torch.rand(N, D)
+    model, x = make(lambda m, q, k, v: (m.memory @ (k + table).mT).softmax(-1) @ v)
+    model.eval()
+    wanted = make(lambda m, q, k, v: quest(m.memory.expand(B, H, N, D), k + table, v))[0].eval()(x)
+    quest_core.inject(model, "quest", example=x)
+    torch.testing.assert_close(model(x), wanted)
+
+
 def test_one_forward_has_one_scale():
     model, x = make(lambda m, q, k, v: (q @ k.mT * D**-0.5).softmax(-1) @ ((k @ q.mT * 0.1).softmax(-1) @ v))
     with pytest.raises(UnsupportedError, match="products with two scales"):

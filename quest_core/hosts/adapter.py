@@ -70,7 +70,7 @@ class Site:
         num_heads: query heads.
         head_dim: features per query/key head.
         capabilities: what this site asks of a mechanism.
-        attention: of the module after `inject`, which sets this and `fresh`.
+        attention: the one that `inject` gives it; `inject` sets this and `fresh`.
         fresh: the weights have only been initialized, not trained. Where a mechanism needs fewer key heads,
             `quest_core.projections.pool_heads` keeps one of each group of fresh heads and averages trained ones.
         stack: the stack of layers it belongs to, where paths that differ only in numbers do not say it: what

@@ -237,7 +237,7 @@ class Following(TorchFunctionMode):
                 flows = (Flow(ACTIVATION),)
             times = factor if name == "mul" else 1 / factor
             why = LEARNED if learned else None
-            frames, gate = tuple(self.running), times if isinstance(other, Tensor) and other.dim() else 1.0
+            frames, gate = tuple(self.running), times if self._may_gate(other) else 1.0
             changed = [
                 _odd_flow(f._replace(factor=f.factor * times, gate=f.gate * gate, frames=frames), why) for f in flows
             ]
@@ -275,6 +275,10 @@ class Following(TorchFunctionMode):
             if small.shape != out.shape == large.shape and all(f.origin is ACTIVATION for f in self.flows(small)):
                 return small is one
         return bool(self.flows(other) and not self.flows(one))
+
+    def _may_gate(self, x: Any) -> bool:
+        """Return whether a tensor of one entry may be the gate of a batch of one."""
+        return isinstance(x, Tensor) and x.dim() > 0
 
     def _hides(self, x: Any) -> bool:
         """Return whether a tensor holds only zeros and ones, as a mask does, and no logits; only a search looks.
@@ -364,7 +368,7 @@ class Following(TorchFunctionMode):
     def _change_base(self, name: str, args: Any, known: list[tuple[Tensor, Flows]], out: Any) -> None:
         """Mark the tensors that share memory with one that was changed in place, unless it was only shifted or hidden.
 
-        They are the tensor of which it is a part, its own parts, and others of the same entries.
+        They are the tensor of which it is a part, and others with some of its entries.
         """
         target = args[0] if args else None
         if out is not target or not isinstance(target, Tensor):
@@ -374,7 +378,7 @@ class Following(TorchFunctionMode):
         if base is not None and (writes or (changes and self.flows(base))):
             self._mark(base, self.flows(base) or tuple(f for x, flows in known[1:] for f in flows), name)
         for x in [made() for made, _ in self.followed.values()] if changes else ():
-            if x is not None and x is not target and x is not base and (x._base is target or _is_same(x, target)):
+            if x is not None and x is not target and x is not base and _overlap(x, target):
                 self._mark(x, self.flows(x), name)
 
     def _mark(self, x: Tensor, flows: Flows, name: str) -> None:
@@ -400,6 +404,9 @@ class Comparing(Following):
         if self.eager and ((name := name_of(func)) in SCALES or self.knows(args) or self.knows(kwargs.values())):
             self.follow(name, func, args, kwargs, out)
         return out
+
+    def _may_gate(self, x: Any) -> bool:
+        return super()._may_gate(x) and not any(x is own for own in (*self.site.parameters(), *self.site.buffers()))
 
     def refuse(self, what: str) -> NoReturn:
         """Raise UnsupportedError, because the site does something else than in the example."""
@@ -528,10 +535,22 @@ def _is_learned(x: Any) -> bool:
     return isinstance(x, nn.Parameter) and (x.requires_grad or x.numel() > 1)
 
 
-def _is_same(one: Tensor, two: Tensor) -> bool:
-    """Return whether two tensors have the same entries of one storage."""
-    places = [(x.untyped_storage()._cdata, x.storage_offset(), x.numel()) for x in (one, two)]
-    return places[0] == places[1]
+def _overlap(one: Tensor, two: Tensor) -> bool:
+    """Return whether two tensors have entries of one storage in common."""
+    if type(one) is not Tensor or type(two) is not Tensor or one.layout != torch.strided or two.layout != torch.strided:
+        return False
+    if one.untyped_storage()._cdata != two.untyped_storage()._cdata or not (one.numel() and two.numel()):
+        return False
+    if (one.storage_offset(), one.numel()) == (two.storage_offset(), two.numel()):
+        return True
+    places = torch.arange(max(map(_end, (one, two))))
+    first, second = (places.as_strided(x.shape, x.stride(), x.storage_offset()).flatten() for x in (one, two))
+    return bool(torch.isin(first, second).any())
+
+
+def _end(x: Tensor) -> int:
+    """Return the place in its storage after the last entry of a tensor."""
+    return 1 + int(x.storage_offset()) + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
 
 
 def _only_parameters(given: list[Tensor]) -> bool:

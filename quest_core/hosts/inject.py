@@ -17,7 +17,7 @@ from torch import nn
 from ..checkpoints import HOOK, compare_before_loading, set_attention_from
 from ..compat import same_random_state
 from ..config import AttentionConfig, AttentionSpec
-from ..drafts import FORMER, Former, assign, is_draft, origin_of, restore
+from ..drafts import FORMER, Former, assign, host_class, is_draft, origin_of, restore
 from ..errors import ConfigError, InjectionError, PluginError, QuestError, UnsupportedError
 from ..mechanism import Mechanism, count_kv_heads
 from ..mechanisms.elliptical import chain, refuse_repeated, stack_of
@@ -224,7 +224,7 @@ def inject(
         model: any model whose attention an adapter knows; torch.nn.MultiheadAttention always is known, and the hosts
             of installed plugins are while their framework is imported.
         attention: a name, mapping or AttentionConfig. Or a function that returns it for each module, by its `path` in
-            the model and what else :class:`quest_core.Site` says of it; None leaves the module as it is.
+            the model and the other attributes of :class:`quest_core.Site`; None keeps the host's attention there.
         adapter: the name of a plugin, an Adapter, or several of these, to use instead of all that apply. Where two find
             the same module, the first one replaces it.
         fresh: the model has only been initialized. With fewer key/value heads (gqa), one head of each group stays, in
@@ -268,10 +268,15 @@ def inject(
         found += finding.sites()
     if not found:
         raise InjectionError(_nothing_found(model, adapters, finding, ran=example is not None))
-    wanted = [(owner, site, choose(site)) for owner, site in found]
-    chosen = [(owner, replace(site, fresh=fresh, attention=config)) for owner, site, config in wanted if config]
+    wanted = [(owner, site, choose(site)) for owner, site in ((owner, replace(x, fresh=fresh)) for owner, x in found)]
+    chosen = [(owner, replace(site, attention=config)) for owner, site, config in wanted if config]
+    kept = [site for _, site, config in wanted if config is None]
     if not chosen:
-        raise InjectionError(f"no attention was chosen for any of {', '.join(repr(site.path) for _, site in found)}")
+        raise InjectionError(f"no attention was chosen for any of {', '.join(repr(site.path) for site in kept)}")
+    if held := [site.path for site in kept if any(isinstance(part, Mechanism) for part in site.module.modules())]:
+        raise InjectionError(
+            f"no attention was chosen for '{held[0]}', which has one of quest_core; choose that again, or call uninject"
+        )
     configs = sorted({site.attention for _, site in chosen}, key=str)
     said = ", ".join(map(str, configs))
     by_design = {kind: why for owner in adapters for kind, why in owner.leaves_alone.items()}
@@ -286,7 +291,7 @@ def inject(
         require(owner, site, site.attention)
     for config in configs:
         _refuse_heads(config, [site for _, site in chosen if site.attention == config])
-    stacks = _stacks(model, [site for _, site in chosen])
+    stacks = _stacks(model, [site for _, site in chosen], kept)
 
     # Draft all changes; the model is not changed yet.
     with same_random_state(model):
@@ -306,7 +311,7 @@ def inject(
     scaled = _projections_to_scale(chosen, made) if fresh else []
     rows = [_row(owner, site, one) for (owner, site), one in zip(chosen, made, strict=True)]
     stays = {path: by_design.get(type(left[path]).__name__) or finding.left.get(path, "") for path in left}
-    stays |= {site.path: "no attention was chosen for it" for _, site, config in wanted if config is None}
+    stays |= {site.path: "no attention was chosen for it" for site in kept}
     report = Report(said, tuple(rows), stays, bool(scaled))
     changed = {origin_of(x): type(x) for one in drafts.values() for x in one.modules() if is_draft(x)}
     _refuse_kept_methods(model, changed)
@@ -342,10 +347,10 @@ def _chooser(
             )
         return config
 
-    if callable(attention):
-        return lambda site: None if (spec := attention(site)) is None else parse(spec)
-    config = parse(attention)
-    return lambda _: config
+    if not callable(attention) or isinstance(attention, type):
+        config = parse(attention)  # type: ignore[arg-type]  # of a class it says what to write
+        return lambda _: config
+    return lambda site: None if (spec := attention(site)) is None else parse(spec)
 
 
 def uninject(model: nn.Module) -> nn.Module:
@@ -434,20 +439,31 @@ def _refuse_heads(config: AttentionConfig, sites: Iterable[Site]) -> None:
             ) from None
 
 
-def _stacks(model: nn.Module, sites: Iterable[Site]) -> dict[str, str]:
-    """Return the stack of each path whose attention compares layers, for `chain`."""
-    sites = [site for site in sites if any(part.chained for part in site.attention.components)]
-    if not sites:
+def _stacks(model: nn.Module, sites: Iterable[Site], kept: Iterable[Site]) -> dict[str, str]:
+    """Return the stack of each path whose attention compares layers, for `chain`; `kept` have the host's attention."""
+
+    def stack(site: Site) -> str:
+        return site.stack or stack_of(site.path)
+
+    chained, others = list[Site](), [*kept]
+    for site in sites:
+        (chained if any(part.chained for part in site.attention.components) else others).append(site)
+    if not chained:
         return {}
-    stacks = {site.path: site.stack or stack_of(site.path) for site in sites}
+    stacks = {site.path: stack(site) for site in chained}
     if len(set(stacks.values())) == len(stacks):
         raise InjectionError(
-            f"attention '{sites[0].attention}' compares each layer with the one before it, and here no layer follows "
-            f"another: {', '.join(site.path or type(site.module).__name__ for site in sites)}. Layers follow each "
+            f"attention '{chained[0].attention}' compares each layer with the one before it, and here no layer follows "
+            f"another: {', '.join(site.path or type(site.module).__name__ for site in chained)}. Layers follow each "
             "other where their paths differ in numbers only, as in layers.0.attn and layers.1.attn, and no stage ends "
             "between"
         )
-    refuse_repeated(model, [site.module for site in sites])
+    if mixed := [site for site in others if stack(site) in stacks.values()]:
+        raise UnsupportedError(
+            f"attention '{chained[0].attention}' compares each layer with the one before it, and '{mixed[0].path}' of "
+            f"this stack has another attention; choose one for all of '{stack(mixed[0])}'"
+        )
+    refuse_repeated(model, [site.module for site in chained])
     return stacks
 
 
@@ -481,8 +497,7 @@ def _row(owner: Adapter, site: Site, made: nn.Module) -> Replacement:
         note = _remark_on_norm(site)
         if not note and site.head_dim <= NARROW:
             note = f"heads have {site.head_dim} features; {NARROW_HEADS}"
-    kind = type(site.module).__name__
-    said = str(site.attention)
+    kind, said = host_class(site.module).__name__, str(site.attention)
     return Replacement(site.path, kind, owner.name, before, after, owner.kernel(site, made), note, norms, said)
 
 

@@ -113,6 +113,7 @@ class Search(Following):
         self.by_hand: dict[str, str] = {}  # path -> function
         self.made = {id(x): ref(x) for x in (*model.parameters(), *model.buffers())}  # what PyTorch's functions made
         self.unseen: set[str] = set()  # paths of modules in which something else made a tensor
+        self.lost: dict[int, ref[Tensor]] = {}  # such tensors, and what was made from them
 
     def run(self, example: Any, *, changed: bool = False) -> Search:
         """Run the model, on other values if `changed`. Random state and buffers stay as they were."""
@@ -152,6 +153,7 @@ class Search(Following):
             known = self.made.get(id(x))
             if x.is_floating_point() and (known is None or known() is not x):
                 self._hide()
+                self.lost[id(x)] = ref(x)
 
     def _hide(self) -> None:
         self.unseen.update(frame.path for frame in self.running)
@@ -163,8 +165,11 @@ class Search(Following):
         self._use((*args, *kwargs.values()))
         if func in FUNCTIONS and not self.running[-1].known:
             self._call(func, args, kwargs)
+        lost = any(map(self._is_lost, tensors((*args, *kwargs.values()))))
         out = func(*args, **kwargs)
         self._make(out)
+        if lost:
+            self.lost |= {id(x): ref(x) for x in tensors((out,))}
         if type(func).__module__ == "torch._ops":  # an operator of the host or of its kernels
             self._hide()
         if self.running[-1].known:
@@ -190,14 +195,20 @@ class Search(Following):
         frame.calls += 1
         call = replace(FUNCTIONS[func].read(frame.path, *args, **kwargs), repeated=frame.calls > 1)
         if call.function != "multi_head_attention_forward":
-            flows = [self.flows(given[name]) for name in ("query", "key")]
-            separable = all(factor_of(one) is not None and not self._is_lost(one) for one in flows)
+            pair = [given[name] for name in ("query", "key")]
+            flows = [self.flows(x) for x in pair]
+            separable = not any(map(self._misses, pair)) and all(factor_of(one) is not None for one in flows)
             call = call.with_factors(*(factor_of(one, sums=True) for one in flows), separable=separable)
         self.calls[frame.path] = self.calls[frame.path].join(call) if frame.path in self.calls else call
 
-    def _is_lost(self, flows: Flows) -> bool:
-        """Return whether a function that was not seen may have made an activation, which has no projection then."""
-        return bool(self.unseen) and all(f.origin is ACTIVATION or not f.origin.is_plain for f in flows)
+    def _is_lost(self, x: Tensor) -> bool:
+        """Return whether `x` was made from a tensor that no function made which was seen."""
+        found = self.lost.get(id(x))
+        return found is not None and found() is x
+
+    def _misses(self, x: Tensor) -> bool:
+        """Return whether a factor on `x` may have been missed, because it is lost and no projection is known of it."""
+        return self._is_lost(x) and all(f.origin is ACTIVATION or not f.origin.is_plain for f in self.flows(x))
 
     def _around(self, *operands: Tensor) -> tuple[Frame, ...]:
         """Return the running modules in which the host also multiplied the operands by its factors."""
@@ -268,7 +279,7 @@ class Search(Following):
         more: Any = {"like": x.new_empty(0), "separable": factor_of(self.flows(x)) is not None}
         if flow is not None:
             more |= {"odd": flow.odd, "origin": flow.origin}
-        if self._is_lost(self.flows(x)):
+        if self._misses(x):
             more |= {"separable": False, "odd": UNSEEN}
         if not may_read(x, waits=True):
             return Operand(sizes, features, factor, None, **more)

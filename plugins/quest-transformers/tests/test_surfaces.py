@@ -235,6 +235,12 @@ def test_the_parts_of_a_composite_model_have_configs_of_their_own(chosen, found,
         torch.testing.assert_close(each(**arguments).logits_per_image, model(**arguments).logits_per_image)
 
 
+def test_a_whole_that_asks_and_a_part_that_does_not_are_refused():
+    config = clip()
+    with pytest.raises(quest_core.InjectionError, match="the configs of 2 modules ask for none: text_model.encoder"):
+        hf.CLIPModel._from_config(config, attn_implementation={"": "quest", "vision_config": "sigmoid"})
+
+
 def test_a_part_of_a_model_at_hand_can_be_replaced_apart():
     config = clip()
     model, other = hf.CLIPModel(config), hf.CLIPModel(config)

@@ -114,6 +114,13 @@ def fulfil(
                 f"{type(model).__name__} has attention that belongs to no role, so it takes one attention, not "
                 f"{', '.join(map(str, configs))}"
             )
+        kept = [path for path, config in chosen.items() if config is None]
+        if asked is not None and kept and not options.get("allow_partial"):
+            raise InjectionError(
+                f"attention '{configs[0]}' was asked of {type(model).__name__}, and the configs of {len(kept)} modules "
+                f"ask for none: {', '.join(kept[:8])}; give these configs an attention ('standard' is the host's own), "
+                "or say allow_partial=True"
+            )
         some = Chosen(adapter, apart, scales=fresh and not loads)
         before = {id(part) for part in model.modules()}
         _, report = inject(

@@ -93,7 +93,7 @@ def run_time(cell: Cell, progress: Progress) -> Result:
 
     Args:
         cell: tasks with the suffix -universal replace the calls of scaled_dot_product_attention, without an adapter. In
-            those with -by-hand, the model that is compared with has QUEST's lines in its own code.
+            those with -by-hand, the model that `quest` is compared with has QUEST's lines in its own code.
     """
     timm.layers.set_fused_attn(True, experimental=True)
     side = 240 if cell.task == "crossvit" else 224
