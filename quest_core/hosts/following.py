@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..compat import is_eager, may_read, until_changed
+from ..compat import is_eager, may_read, transform, until_changed
 from ..errors import UnsupportedError
 
 
@@ -536,12 +536,12 @@ def _is_learned(x: Any) -> bool:
 
 
 def _overlap(one: Tensor, two: Tensor) -> bool:
-    """Return whether two tensors have entries of one storage in common."""
-    if type(one) is not Tensor or type(two) is not Tensor or one.layout != torch.strided or two.layout != torch.strided:
+    """Return whether two tensors have entries of one storage in common; False where no storage can be read."""
+    if transform() or not all(may_read(x, waits=True) and x.layout == torch.strided for x in (one, two)):
         return False
-    if one.untyped_storage()._cdata != two.untyped_storage()._cdata or not (one.numel() and two.numel()):
+    if one.untyped_storage().data_ptr() != two.untyped_storage().data_ptr():
         return False
-    if (one.storage_offset(), one.numel()) == (two.storage_offset(), two.numel()):
+    if one.dtype != two.dtype or (one.storage_offset(), one.numel()) == (two.storage_offset(), two.numel()):
         return True
     places = torch.arange(max(map(_end, (one, two))))
     first, second = (places.as_strided(x.shape, x.stride(), x.storage_offset()).flatten() for x in (one, two))
