@@ -268,9 +268,15 @@ def inject(
         found += finding.sites()
     if not found:
         raise InjectionError(_nothing_found(model, adapters, finding, ran=example is not None))
-    wanted = [(owner, site, choose(site)) for owner, site in ((owner, replace(x, fresh=fresh)) for owner, x in found)]
-    chosen = [(owner, replace(site, attention=config)) for owner, site, config in wanted if config]
-    kept = [site for _, site, config in wanted if config is None]
+    chosen: list[tuple[Adapter, Site]] = []
+    kept: list[Site] = []
+    for owner, site in found:
+        site = replace(site, fresh=fresh)
+        config = choose(site)
+        if config is None:
+            kept.append(site)
+        else:
+            chosen.append((owner, replace(site, attention=config)))
     if not chosen:
         raise InjectionError(f"no attention was chosen for any of {', '.join(repr(site.path) for site in kept)}")
     if held := [site.path for site in kept if any(isinstance(part, Mechanism) for part in site.module.modules())]:
