@@ -277,8 +277,8 @@ class Following(TorchFunctionMode):
         return bool(self.flows(other) and not self.flows(one))
 
     def _may_gate(self, x: Any) -> bool:
-        """Return whether a tensor of one entry may be the gate of a batch of one."""
-        return isinstance(x, Tensor) and x.dim() > 0
+        """Return whether a factor of one entry may be the gate of a batch of one; a search follows gates itself."""
+        return False
 
     def _hides(self, x: Any) -> bool:
         """Return whether a tensor holds only zeros and ones, as a mask does, and no logits; only a search looks.
@@ -406,7 +406,8 @@ class Comparing(Following):
         return out
 
     def _may_gate(self, x: Any) -> bool:
-        return super()._may_gate(x) and not any(x is own for own in (*self.site.parameters(), *self.site.buffers()))
+        kept = (*self.site.parameters(), *self.site.buffers())
+        return isinstance(x, Tensor) and x.dim() > 0 and not any(x is own for own in kept)
 
     def refuse(self, what: str) -> NoReturn:
         """Raise UnsupportedError, because the site does something else than in the example."""

@@ -144,12 +144,9 @@ class Asked:
 
     def apply(self, model: nn.Module, adapter: Adapter, stages: int) -> None:
         """Inject into a fresh model, and report it."""
-        options = {
-            name: option for name, option in vars(next(iter(self.parts.values()))).items() if name != "attention"
-        }
-        _, report = inject(
-            model, lambda site: self.of(site.path, stages).attention, adapter=adapter, fresh=True, **options
-        )
+        first = next(iter(self.parts.values()))  # all have its other options
+        options: Any = {**vars(first), "attention": lambda site: self.of(site.path, stages).attention}
+        _, report = inject(model, adapter=adapter, fresh=True, **options)
         said = "; ".join(f"{name}: {one.attention}".removeprefix(": ") for name, one in self.parts.items())
         report = replace(report, attention=said)
         vars(model).update({REPORT: report, BATCHES: self.batches})
