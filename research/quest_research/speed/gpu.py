@@ -42,17 +42,13 @@ Timer = Callable[[int], float]
 def run(cell: Cell, progress: Progress) -> Result:
     """Time one attention at one length against every back-end of scaled_dot_product_attention that takes the inputs.
 
-    Args:
-        cell: `task` is "N=<tokens>". A smoke run is small, and runs on the CPU if CUDA is missing.
+    A smoke run is small, and runs on the CPU if CUDA is missing.
 
     Returns:
         Metrics ``time of sdpa`` (forward and backward) and ``forward time of sdpa``: the median over rounds of the time
         as a multiple of that of the fastest back-end in the same round; ``<metric>/<contender>``, the same for each
         back-end, and for FlexAttention if the attention is quest; ``ms``, ``forward ms`` and on a GPU ``MiB`` and
         ``forward MiB``. Details name the fastest back-end, and why contenders were left out.
-
-    Raises:
-        PluginError: CUDA is missing, or no back-end takes the inputs.
     """
     cuda = torch.cuda.is_available()
     if not (cuda or cell.smoke):

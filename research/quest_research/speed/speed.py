@@ -250,11 +250,7 @@ def markdown(rows: list[Timing]) -> str:
 
 
 def check_threads(given: Sequence[int] | None) -> Sequence[int]:
-    """Return the numbers of threads to measure; without any, those of 1, 2 and 4 that this machine has cores for.
-
-    Raises:
-        ConfigError: a number is below 1 or above the number of cores.
-    """
+    """Return the numbers of threads to measure; without any, those of 1, 2 and 4 that this machine has cores for."""
     here = cores()
     for threads in given or ():
         if not 1 <= threads <= here:
@@ -269,12 +265,7 @@ def instruction_set() -> str:
 
 
 def run(plan: Plan, out: Path | None, *, threads: Sequence[int] | None, command: str) -> str:
-    """Measure, write ``speed.md`` into `out` and return the report.
-
-    Raises:
-        ConfigError: a number of threads that this machine does not have.
-        QuestError: an attention cannot be called on its own with q, k and v of one shape.
-    """
+    """Measure, write ``speed.md`` into `out` and return the report."""
     numbers, started = check_threads(threads), time.monotonic()
     rows = [row for number in numbers for row in measure_apart(plan, number)]
     rows.sort(key=lambda row: [*plan.shapes, plan.linear_shape].index(row.shape))

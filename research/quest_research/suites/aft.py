@@ -62,16 +62,9 @@ class Decoder(nn.Module):
 def run(cell: Cell, progress: Progress) -> Result:
     """Train and evaluate one attention with one seed, and compare its training step with that of standard attention.
 
-    Args:
-        cell: `task` is "text=" or "image=" and a length or pixels a side; `data` as in `images.run`, read by images.
-
     Returns:
         Metrics ``bits`` per byte or pixel of the test, ``train bits`` of the last epoch, and ``time of standard`` and
         ``memory of standard``, ratios of a training step. Series ``train_loss`` (nats) and ``validation`` (bits).
-
-    Raises:
-        ConfigError: the length or the attention does not fit, or the data is missing.
-        InputError: the length is more than the attention's `max_length`.
     """
     options = dict(cell.options)
     if cell.smoke:
@@ -114,11 +107,7 @@ def run(cell: Cell, progress: Progress) -> Result:
 
 
 def splits(cell: Cell, options: Mapping[str, Any]) -> tuple[Split, Split, Split]:
-    """Return training, validation and test of the cell's task.
-
-    Raises:
-        ConfigError: the length does not fit, or the data is missing.
-    """
+    """Return training, validation and test of the cell's task."""
     kind, _, number = cell.task.partition("=")
     if kind == "text":
         text = torch.frombuffer(

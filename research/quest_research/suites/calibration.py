@@ -110,9 +110,6 @@ def run(cell: Cell, progress: Progress) -> Result:
         Metrics ``gain`` (held-out loss without calibration less that with it, after fine-tuning, in nats a character;
         0 for standard attention, which needs none), ``first gain`` (before the first step) and ``loss``; series
         ``loss`` and ``loss without calibration`` at the steps in the details.
-
-    Raises:
-        ConfigError: the attention is neither standard nor one that can be calibrated.
     """
     config = quest_core.AttentionConfig.parse(cell.attention)
     stock = config.is_standard

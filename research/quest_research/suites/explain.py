@@ -43,16 +43,10 @@ PART = 250
 def run(cell: Cell, progress: Progress) -> Result:
     """Train a classifier with one attention and one seed, and compare its maps with the masks.
 
-    Args:
-        cell: `data` as in `images.run`.
-
     Returns:
         Metrics in %: for "AG-CAM" and "rollout" each ``IoU``, ``Dice``, ``pixel accuracy`` and ``pointing`` (the share
         of images in which the largest value of the map lies on the object), such as ``AG-CAM IoU``; ``accuracy`` on the
         test images. Series ``train_loss`` and ``validation``. Details: maps of the first test images.
-
-    Raises:
-        ConfigError: the attention has no weights, a size is invalid, or the data is missing.
     """
     options = dict(cell.options)
     if cell.smoke:

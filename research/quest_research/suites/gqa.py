@@ -56,7 +56,7 @@ def run(cell: Cell, progress: Progress) -> Result:
     """Pretrain, pool, up-train and fine-tune with one grouping and one seed.
 
     Args:
-        cell: `attention` without `kv_heads`, which takes every divisor of the option heads; `data` as in `images.run`.
+        cell: `attention` without `kv_heads`, which takes every divisor of the option heads.
 
     Returns:
         Metrics in %: ``accuracy`` after up-training with half the heads, ``accuracy/kv_heads=G`` for each G,
@@ -64,9 +64,6 @@ def run(cell: Cell, progress: Progress) -> Result:
         ``pretrained``; ``time of gqa`` and ``memory of gqa``, ratios at inference; ``non-uniform groups`` and ``first
         non-uniform groups``, the share of layers in % after and before up-training with half the heads. Series of that
         up-training: ``train_loss``, ``validation`` and ``non-uniform groups``.
-
-    Raises:
-        ConfigError: an option does not fit, or the data is missing.
     """
     options = dict(cell.options)
     if cell.smoke:
@@ -159,11 +156,7 @@ def _phases(
 
 
 def halves(cell: Cell, options: Mapping[str, Any]) -> tuple[Half, Half]:
-    """Return the images of classes 0 to 4 and those of 5 to 9, drawn by the seed and normalized alike.
-
-    Raises:
-        ConfigError: more images are asked for than a half has, or the data is missing.
-    """
+    """Return the images of classes 0 to 4 and those of 5 to 9, drawn by the seed and normalized alike."""
     images, labels = read(cell.data, "train")
     test, test_labels = read(cell.data, "t10k")
     draw = torch.Generator().manual_seed(cell.seed)

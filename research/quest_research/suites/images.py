@@ -106,9 +106,6 @@ class VisionTransformer(nn.Module):
         channels: of an image.
         classes: the number of logits.
         drop: stochastic depth, see `Block`.
-
-    Raises:
-        ConfigError: `patch` does not divide `size`.
     """
 
     mean: Tensor  # [C, 1, 1]
@@ -233,17 +230,11 @@ def accuracy(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
 def run(cell: Cell, progress: Progress) -> Result:
     """Train and evaluate one attention with one seed, without a recipe.
 
-    Args:
-        cell: `task` is "lr=" and a learning rate; `data` see `load`.
-
     Returns:
         Metrics ``accuracy`` (test split, in %, at the epoch that is best on the validation split), ``last_accuracy``
         and ``validation`` (in %), ``max_logit`` and ``query_norm`` on validation images at the end, and
         ``first_query_norm`` before the first step; all NaN if the run diverged, and ``diverged`` (0 or 1). Series
         ``train_loss``, ``validation``, ``accuracy`` and ``max_logit`` by epoch.
-
-    Raises:
-        ConfigError: a size is invalid, or the data is missing.
     """
     options = dict(cell.options)
     if cell.smoke:
@@ -288,17 +279,11 @@ def run(cell: Cell, progress: Progress) -> Result:
 def recipe(cell: Cell, progress: Progress) -> Result:
     """Train one attention with the recipe that the task names, "vit" or "deit", from the same weights at each rate.
 
-    Args:
-        cell: `data` see `load`.
-
     Returns:
         Metrics, with the test accuracy in % at the epoch that is best on the validation split: ``accuracy`` at the
         rate that is best on it too, NaN if all rates diverged; ``validation``; and ``diverged``, a number of rates.
         Series ``train_loss`` and ``validation`` by epoch. If there are several rates, ``accuracy/lr=R`` at each, and
         the series' names end on ``/lr=R`` too.
-
-    Raises:
-        ConfigError: a size is invalid, or the data is missing.
     """
     options = dict(cell.options)
     if cell.smoke:
@@ -446,9 +431,6 @@ def load(
         options: train and validation, numbers of images; test, 0 or left out for all.
         draw: selects training and validation images.
         sources: the training and the test split in place of a folder, as `Images` has them or as bytes.
-
-    Raises:
-        ConfigError: there are too few images, or a file is missing or broken; the message says where it can be had.
     """
     (training, labels), (test, test_labels) = sources or _sources(folder)
     count, held_out = options["train"], options["validation"]
@@ -484,11 +466,7 @@ def _sources(folder: Path | None) -> list[Split]:
 
 
 def read(folder: Path | None, split: str) -> Split:
-    """Return the images [n, 28, 28], float32 in 0..1, and the labels [n] of a split, "train" or "t10k".
-
-    Raises:
-        ConfigError: a file is missing or is not of the IDX format; the message says where the data can be had.
-    """
+    """Return the images [n, 28, 28], float32 in 0..1, and the labels [n] of a split, "train" or "t10k"."""
     home = folder or DEBIAN
     found = []
     for name in (f"{split}-images-idx3-ubyte", f"{split}-labels-idx1-ubyte"):

@@ -54,14 +54,8 @@ class RecallModel(LanguageModel):
 def run(cell: Cell, progress: Progress) -> Result:
     """Train one attention with heads of one width and one seed at every learning rate.
 
-    Args:
-        cell: `task` is "D=" and the features of a head.
-
     Returns:
         See `learn`.
-
-    Raises:
-        ConfigError: the width of a head does not divide that of the model, or the pairs do not fit.
     """
     options = dict(cell.options)
     if cell.smoke:

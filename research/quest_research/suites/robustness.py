@@ -52,17 +52,10 @@ PATCH = 4
 def run(cell: Cell, progress: Progress) -> Result:
     """Train one attention with one seed and test it on shifted images.
 
-    Args:
-        cell: `task` see above; `data` see `quest_research.suites.images.load`.
-
     Returns:
         Metrics ``accuracy`` (in %, the mean over the shifts) and ``relative accuracy``, with an item for each shift;
         and ``clean``, the accuracy that is the reference. NaN if a training diverged. Series ``train_loss`` and
         ``validation`` by epoch, of each training.
-
-    Raises:
-        ConfigError: a size is invalid, or the data is missing.
-        PluginError: the package that corrupts or attacks is not installed.
     """
     options = dict(cell.options)
     if cell.smoke:

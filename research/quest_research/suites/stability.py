@@ -110,15 +110,9 @@ class LanguageModel(nn.Module):
 def run(cell: Cell, progress: Progress) -> Result:
     """Train one attention with one seed at every learning rate.
 
-    Args:
-        cell: `task` is "vit" or "pydocs"; `data` is for "vit", see `images.load`.
-
     Returns:
         What `over_rates` returns, with series ``train_loss/lr=R`` and so on, also for the values of `WATCHED`, and
         ``training_logit``, the largest logit of every `EVERY`-th step.
-
-    Raises:
-        ConfigError: a size is invalid, or the data is missing.
     """
     options = dict(cell.options)
     if cell.smoke:

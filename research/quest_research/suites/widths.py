@@ -29,16 +29,9 @@ from .training import fit
 def run(cell: Cell, progress: Progress) -> Result:
     """Train one attention with heads of one width and one seed.
 
-    Args:
-        cell: `task` is "D=" and the features of a head; `data` a folder with input.txt or nltk_data's brown.zip, of
-            whose text the last tenth is held out, or None for Python's documentation topics.
-
     Returns:
         Metrics ``bits`` per character of the test, at the rate that is best in validation, ``bits/lr=R`` at each rate,
         and at the best rate ``entropy`` of the weights (nats), ``max_logit``, ``query_norm`` and ``key_norm``.
-
-    Raises:
-        ConfigError: the width of a head does not divide that of the model, or the text is missing.
     """
     options = dict(cell.options)
     if cell.smoke:

@@ -21,9 +21,6 @@ def compare_runs(first: Path, second: Path) -> Table:
 
     Returns:
         A table, whose means cover the seeds that are finite in both.
-
-    Raises:
-        ConfigError: the folders have no common row.
     """
     sides = []
     for folder in (first, second):

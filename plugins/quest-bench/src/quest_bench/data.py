@@ -25,9 +25,6 @@ def fingerprint(root: Path, files: Iterable[Path] | None = None) -> str:
     Args:
         root: the data folder; names count relative to it. It may also be one file.
         files: the files of one task; None takes all below `root` except derived ones.
-
-    Raises:
-        ConfigError: a file cannot be read.
     """
     known = _cache()
     before = len(known)

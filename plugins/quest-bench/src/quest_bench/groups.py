@@ -199,11 +199,7 @@ def join(names: Sequence[str], word: str = "and") -> str:
 
 
 def read_groups(out: Path, baseline: str) -> list[Group]:
-    """Return the groups of a run's folder with their statistics, in the report's order, without plots.
-
-    Raises:
-        ConfigError: the folder has no cell, or none of the chosen baseline.
-    """
+    """Return the groups of a run's folder with their statistics, in the report's order, without plots."""
     cells = load_cells(out)
     runs = store.read_run(out)
     attentions = {cell.cell["attention"] for cell in cells}

@@ -117,12 +117,7 @@ class Catalogue:
 
 
 def catalogue(pythons: Sequence[str] = ()) -> Catalogue:
-    """Discover plugins here and in the environments named by `PLUGIN=PATH` or QUEST_PYTHON_<PLUGIN>.
-
-    Raises:
-        ConfigError: for a PLUGIN=PATH that cannot be read or whose python does not exist.
-        PluginError: when a named environment has no such plugin.
-    """
+    """Discover plugins here and in the environments named by `PLUGIN=PATH` or QUEST_PYTHON_<PLUGIN>."""
     chosen = {
         key.removeprefix("QUEST_PYTHON_").lower().replace("_", "-"): (path, key)
         for key, path in os.environ.items()
@@ -193,10 +188,6 @@ def select(available: Catalogue, selector: str, data: Path | None = None) -> tup
 
     Returns:
         The suite, and its tasks with the fingerprint of their data; None without `data`.
-
-    Raises:
-        ConfigError: an unknown suite or task, with the nearest spelling, or a task whose data is invalid.
-        PluginError: the suite's plugin is not ok, with its reason and fix.
     """
     suite = suite_of(available, selector)
     name = suite.name
@@ -299,11 +290,7 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def parse_settings(suite: Suite, settings: Sequence[str]) -> dict[str, list[Any]]:
-    """`--set key=value[,value...]` against a suite's options: every option with the values to run, defaults filled in.
-
-    Raises:
-        ConfigError: naming each key that does not exist and each value that is not allowed, all in one.
-    """
+    """Read `--set key=value[,value...]`: return every option of a suite with the values to run, defaults filled in."""
     values = {name: [option["default"]] for name, option in suite.options.items()}
     problems: list[str] = []
     given: set[str] = set()

@@ -48,9 +48,6 @@ def write_report(out: Path, baseline: str) -> Path:
 
     Returns:
         The path of the HTML.
-
-    Raises:
-        ConfigError: the folder has no cell, or none of the chosen baseline.
     """
     facts = _facts(out, baseline)
     plots = facts["plots"]

@@ -175,9 +175,6 @@ def check_conflicts(out: Path, plan: Plan) -> None:
 
     An option's values must contain, or be contained in, those that the folder has for this suite, so that the same
     command resumes, a wider sweep extends, and a changed value is noticed. A task's data must have the same content.
-
-    Raises:
-        ConfigError: naming the key, both values and the way on.
     """
     stored = [load(path.parent) for path in sorted(out.glob("cells/*/cell.json"))]
     earlier = [s.cell for s in stored if s.state != "unfinished" and s.cell["suite"] == plan.suite.name]
@@ -274,10 +271,6 @@ def merge(sources: Sequence[Path], out: Path) -> tuple[int, int]:
 
     Returns:
         The number of copied cells and of cells that `out` had already.
-
-    Raises:
-        ConfigError: two folders hold different results of one cell, different data of one task, or smoke runs
-            and others.
     """
     kinds: dict[bool, Path] = {}
     worth = {"done": 2, "failed": 1, "unfinished": 0}

@@ -47,11 +47,7 @@ REPORT_S = 0.5  # a suite may report its progress at every step; at most one rep
 
 
 def encode(value: Any, where: str = "value") -> Any:
-    """`value` as strict JSON types. Arrays, tensors and their scalars become lists and numbers.
-
-    Raises:
-        TypeError: naming the place of what JSON cannot carry.
-    """
+    """`value` as strict JSON types. Arrays, tensors and their scalars become lists and numbers."""
     if isinstance(value, float) and not math.isfinite(value):
         return {FLOAT: str(float(value))}
     if isinstance(value, float):
@@ -85,18 +81,14 @@ def write_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Yield a neighbour to write into, which then replaces `path`. A crash can leave it, but never a part of `path`.
-
-    Raises:
-        OSError: with the file's name, also where the system gives none (a full disk).
-    """
+    """Yield a neighbour to write into, which then replaces `path`. A crash can leave it, but never a part of `path`."""
     neighbour = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         yield neighbour
         with neighbour.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(neighbour, path)
-    except OSError as error:
+    except OSError as error:  # of a full disk it does not name the file
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
         with contextlib.suppress(OSError):
@@ -208,11 +200,7 @@ def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
 def _numbers(
     suite: str, metrics: Mapping[str, Any], series: Mapping[str, Any]
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Return the metrics and series of a result as floats. Tensors and arrays of one element are numbers.
-
-    Raises:
-        TypeError: naming the suite, the metric or series, and the value that is not a number.
-    """
+    """Return the metrics and series of a result as floats. Tensors and arrays of one element are numbers."""
 
     def number(where: str, value: Any) -> float:
         found = value.item() if math.prod(getattr(value, "shape", (2,))) == 1 else value

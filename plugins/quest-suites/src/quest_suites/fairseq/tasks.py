@@ -40,10 +40,6 @@ SMOKE_LAYERS = 1
 def run_wikitext103(cell: Cell, progress: Progress) -> Result:
     """Train and evaluate one of the paper's models on WikiText-103.
 
-    Args:
-        cell: `task` is small or medium; `data` a folder with wiki.{train,valid,test}.tokens and optionally data-bin,
-            the output of fairseq-preprocess, which saves preprocessing in every cell.
-
     Returns:
         Metrics ``perplexity`` (on the test text), ``validation perplexity``, those of RATES, ``updates_per_second``;
         series ``train_loss`` and ``valid_loss`` in bits a token.
@@ -73,9 +69,6 @@ def run_pydocs(cell: Cell, progress: Progress) -> Result:
 
     Perplexities are per word: the pieces of a word are joined, so perplexities do not depend on the encoding. The text
     is that of the Python that runs the cell; ``details`` holds its number of words.
-
-    Args:
-        cell: `task` is topics; `data` is not used.
 
     Returns:
         As `run_wikitext103`, with losses per piece.

@@ -29,9 +29,6 @@ def run_multi30k(cell: Cell, progress: Progress) -> Result:
     Text is in lower case, in the words of sacrebleu's 13a, in byte pairs that both languages share. sacrebleu compares
     the translations with the raw sentences, in lower case too.
 
-    Args:
-        cell: `data` is the folder data/task1/raw of github.com/multi30k/dataset.
-
     Returns:
         Metrics ``BLEU``, ``validation loss`` (of the checkpoint, with label smoothing, bits a piece),
         ``largest logit`` and ``entropy`` over all attention, and ``updates_per_second``; series ``train_loss`` and

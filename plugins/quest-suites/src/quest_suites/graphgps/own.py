@@ -45,15 +45,9 @@ def tasks(repo: Path) -> dict[str, dict[str, Any]]:
 def run_own(cell: Cell, progress: Progress) -> Result:
     """Train one config with one attention and one seed in GraphGPS's trainer.
 
-    Args:
-        cell: `task` is a config below the checkout `data`; the option `set` holds further words for main.py.
-
     Returns:
         The metrics of the test split at the epoch that is best on the validation split, ``seconds_per_epoch`` and
         ``epochs``; series of loss and metric for each split.
-
-    Raises:
-        PluginError: main.py failed, with its last line.
     """
     assert cell.data is not None
     config = yaml.safe_load((cell.data / cell.task).read_text(encoding="utf-8"))

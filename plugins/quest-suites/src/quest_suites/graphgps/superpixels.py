@@ -36,10 +36,6 @@ def superpixel_graphs(sizes: Sequence[int], seed: int, folder: Path) -> list[lis
         sizes: graphs of each split, at most 45000, 5000 and 10000.
         seed: draws the order of nodes.
         folder: cifar-10-batches-bin, the binary version of CIFAR-10.
-
-    Raises:
-        ConfigError: more graphs are wanted than there are, or a file is missing or not whole.
-        PluginError: scikit-image is not installed.
     """
     if any(size > most for size, most in zip(sizes, LARGEST, strict=True)):
         raise ConfigError(f"{' '.join(map(str, sizes))} graphs; CIFAR10 has at most {' '.join(map(str, LARGEST))}")

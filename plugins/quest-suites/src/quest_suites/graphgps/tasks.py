@@ -45,17 +45,12 @@ def run_graph(cell: Cell, progress: Progress, *, watch: int = 0) -> Result:
     """Train and evaluate one dataset with one attention and one seed.
 
     Args:
-        cell: `data` is a folder with datasets in PyTorch Geometric's layout (ZINC/, GNNBenchmarkDataset/). PATTERN and
-            CLUSTER are generated without one, from `data_seed`.
         watch: validation graphs on which `quest_suites.contract.observe` looks at the attention after each epoch.
 
     Returns:
         The suite's metric on the test split at the best validation epoch, its value on the validation split there,
         ``epochs`` and ``seconds_per_epoch``; series ``train_loss`` and ``validation`` by epoch, and with `watch` those
         of `observe`.
-
-    Raises:
-        ConfigError: an option is invalid, or the data is missing.
     """
     from torch_geometric.data import Batch
     from torch_geometric.graphgym.config import cfg, set_cfg
@@ -190,14 +185,8 @@ def run_rates(cell: Cell, progress: Progress) -> Result:
 
     Gradients are clipped, as in GraphGPS. A rate that diverges has the accuracy of guessing.
 
-    Args:
-        cell, progress: as in `run_graph`.
-
     Returns:
         What `quest_suites.contract.over_rates` returns, with the curves of `run_graph`.
-
-    Raises:
-        ConfigError, PluginError: as `run_graph`.
     """
 
     def train(rate: float, name: str, progress: Progress) -> Trained:

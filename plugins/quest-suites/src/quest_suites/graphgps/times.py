@@ -40,9 +40,6 @@ def sizes(task: str) -> list[int]:
 def run_time(cell: Cell, progress: Progress) -> Result:
     """Time a step of each of two layers in turns; see `quest_suites.timing.against_stock`.
 
-    Args:
-        cell: `task` names the batch.
-
     Returns:
         The result, with ``areas`` (padded over real area of the batch) and ``packed`` (0 or 1) among the metrics.
     """

@@ -38,9 +38,6 @@ class Bfloat16(OptimWrapper):
 def run_objects(cell: Cell, progress: Progress) -> Result:
     """Train the plugin's small Deformable DETR and evaluate it with mmdet's CocoMetric.
 
-    Args:
-        cell: its options are those of the suite; `data` is not used.
-
     Returns:
         Metrics ``mAP`` and ``mAP50`` in %, and ``largest logit`` of the training; the series ``loss``.
     """

@@ -59,9 +59,6 @@ def run_camvid(cell: Cell, progress: Progress) -> Result:
 def run_ade20k(cell: Cell, progress: Progress) -> Result:
     """Train with the paper's schedule, evaluate on the validation images; seg/ade20k-c corrupts them too.
 
-    Args:
-        cell: `data` is the folder ADEChallengeData2016.
-
     Returns:
         Metrics ``mIoU`` and ``aAcc`` in %, of seg/ade20k-c also ``mIoU corrupted`` and ``mIoU corrupted/<name>``; the
         series ``loss``.

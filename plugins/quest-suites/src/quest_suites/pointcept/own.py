@@ -50,15 +50,9 @@ def tasks(repo: Path) -> dict[str, dict[str, Any]]:
 def run_own(cell: Cell, progress: Progress) -> Result:
     """Train one config with one attention and one seed in Pointcept's trainer.
 
-    Args:
-        cell: `task` is a config below the checkout `data`; the option `set` holds further key=value for --options.
-
     Returns:
         Pointcept's metrics of the last epoch in %, ``best <metric>`` over the epochs, ``precise <metric>`` if the
         config evaluates precisely at the end, and ``seconds_per_epoch``; series of loss and metrics by epoch.
-
-    Raises:
-        PluginError: tools/train.py failed, with its last line.
     """
     assert cell.data is not None
     root, base, gpus = cell.data, cell.data / cell.task, 1 if cell.smoke else cell.options["gpus"]
@@ -103,11 +97,7 @@ def config_lines(cell: Cell, base: Path, out: Path) -> list[str]:
 
 
 def read_log(path: Path) -> Result:
-    """Read Pointcept's train.log. If an epoch was trained again after a kill, its last lines count.
-
-    Raises:
-        PluginError: the log has no evaluation.
-    """
+    """Read Pointcept's train.log. If an epoch was trained again after a kill, its last lines count."""
     epoch, done, text = 0, False, path.read_text(encoding="utf-8") if path.is_file() else ""
     losses: dict[int, float] = {}
     evaluated: dict[int, dict[str, float]] = {}

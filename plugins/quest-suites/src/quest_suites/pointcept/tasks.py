@@ -52,9 +52,6 @@ class Batch(NamedTuple):
 def run_scenes(cell: Cell, progress: Progress) -> Result:
     """Train and evaluate a small Point Transformer V3 on generated scenes.
 
-    Args:
-        cell: `task` is "street".
-
     Returns:
         Metrics ``miou`` (mean intersection over union of the classes, in %), ``accuracy`` (% of points) and
         ``seconds_per_epoch``; series ``train_loss`` by epoch; the IoU of every class in the details.

@@ -163,15 +163,9 @@ def arguments(folder: Path, options: dict[str, Any], rate: float, seed: int, sen
 def run(cell: Cell, progress: Progress) -> Result:
     """Train one attention with one seed at every learning rate, from the same weights, in the same batches.
 
-    Args:
-        cell: `task` is a key of FILES, `data` the folder with the archives.
-
     Returns:
         What `over_rates` returns, with series ``train_loss/lr=R`` and ``validation/lr=R`` by epoch. A rate that
         diverges has the accuracy of guessing.
-
-    Raises:
-        ConfigError: the seed is not one of the folds.
     """
     assert cell.data is not None  # the harness has checked it
     options = dict(cell.options)

@@ -100,12 +100,7 @@ def find(task: str, data: Path | None) -> tuple[Path, Path]:
 
 
 def read(path: Path) -> tuple[list[np.ndarray], list[str]]:
-    """Return the series of a file, each [features, its length], and their labels.
-
-    Raises:
-        InputError: a series has missing values, or the file has another layout.
-        PluginError: the package that reads the file is missing.
-    """
+    """Return the series of a file, each [features, its length], and their labels."""
     if path.suffix == ".parquet":
         series, labels = _read_parquet(path)
     else:

@@ -45,12 +45,7 @@ OBSERVED = 64
 
 
 def tasks(data: Path) -> dict[str, dict[str, Any]]:
-    """Return the series of a folder with both clones: name -> its files, with the library's code, and the problem.
-
-    Raises:
-        ConfigError: a clone is missing.
-        PluginError: a package that the library imports is missing.
-    """
+    """Return the series of a folder with both clones: name -> its files, with the library's code, and the problem."""
     for path, repository in CLONES.items():
         if not (data / path).exists():
             url = f"https://github.com/{repository}"
@@ -71,16 +66,10 @@ def tasks(data: Path) -> dict[str, dict[str, Any]]:
 def run_ett(cell: Cell, progress: Progress) -> Result:
     """Train one model with one attention and one seed, and forecast the test split with the best epoch in validation.
 
-    Args:
-        cell: `data` is a folder with both clones; nothing is written there.
-
     Returns:
         Metrics ``mse`` and ``mae`` as the library reports them, on standardised series, ``validation mse`` of the
         epoch, ``largest logit`` and ``entropy`` over all attention on validation windows, and ``epochs``; series
         ``train_loss`` and ``valid_loss``.
-
-    Raises:
-        ConfigError: an option is invalid.
     """
     assert cell.data is not None  # the harness has checked it
     words = command(cell, cell.data)

@@ -33,11 +33,7 @@ def bands(recording: Tensor) -> Tensor:
 
 
 def read(path: Path) -> Tensor:
-    """Return the samples of a file, between −1 and 1.
-
-    Raises:
-        ValueError, wave.Error: the file is not a recording of one channel with 16 bits at 8 kHz.
-    """
+    """Return the samples of a file, between −1 and 1."""
     with wave.open(str(path)) as file:
         found = file.getframerate(), file.getsampwidth(), file.getnchannels()
         data = bytearray(file.readframes(file.getnframes()))

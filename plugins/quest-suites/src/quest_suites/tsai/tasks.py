@@ -101,18 +101,10 @@ def sinusoids(length: int, width: int) -> Tensor:
 def run_uea(cell: Cell, progress: Progress) -> Result:
     """Train and evaluate one dataset with one attention and one seed.
 
-    Args:
-        cell: `task` is the dataset's name; `data` a folder with NAME_TRAIN.ts and NAME_TEST.ts (or NAME/NAME_TRAIN.ts
-            and so on, as the archive unpacks), or None for the datasets in the aeon wheel.
-
     Returns:
         Metrics ``accuracy`` (on the test split, in %, of the epoch that `select` chooses), ``last_accuracy``,
         ``epochs`` and ``seconds_per_epoch``; series ``train_loss``, ``accuracy`` and, with select=validation,
         ``validation`` by epoch.
-
-    Raises:
-        ConfigError: an option is invalid, or the data is missing.
-        InputError: a series has missing values.
     """
     from fastai.callback.core import CancelFitException
     from fastai.callback.training import GradientClip

@@ -13,11 +13,7 @@ HELD_OUT = 32
 
 
 def run_time(cell: Cell, progress: Progress) -> Result:
-    """Time an epoch of each of two models in turns; see `quest_suites.timing.against_stock`.
-
-    Args:
-        cell: `task` says whether TSTPlus passes its attention scores on to the next layer, as it does by default.
-    """
+    """Time an epoch of each of two models in turns; see `quest_suites.timing.against_stock`."""
     series, length = 48 + HELD_OUT if cell.smoke else cell.options["series"], cell.options["length"]
     x = np.random.default_rng(0).standard_normal((series, 12, length)).astype(np.float32)
     if cell.options["padded"]:
