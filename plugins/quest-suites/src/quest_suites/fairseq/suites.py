@@ -62,6 +62,5 @@ SUITES: dict[str, dict[str, Any]] = {
         "a training step of a language model, and decoding 64 tokens, against fairseq's transformer_lm, in turns",
         ["wikitext103-small", "pydocs", "decode"],
         10,
-        whole("batch", 4, "sequences a step"),
     ),
 }

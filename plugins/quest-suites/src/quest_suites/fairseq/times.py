@@ -32,7 +32,7 @@ def run_time(cell: Cell, progress: Progress) -> Result:
     decodes = cell.task == "decode"
     config = "pydocs" if decodes else cell.task
     length = DECODED if decodes else int(configuration(config).task.tokens_per_sample)
-    shape = 1 if cell.smoke else cell.options["batch"], length + 1
+    shape = 1 if cell.smoke else 4, length + 1
     generator = torch.Generator().manual_seed(cell.seed)
     tokens = torch.randint(words.nspecial, len(words), shape, generator=generator).to(DEVICE)  # [B, N + 1]
 

@@ -146,6 +146,5 @@ SUITES: dict[str, dict[str, Any]] = {
         ],
         15,
         choice("packing", ("auto", "always", "never"), "whether ragged batches are packed"),
-        number("dropout", 0.0, "dropout of attention weights"),
     ),
 }

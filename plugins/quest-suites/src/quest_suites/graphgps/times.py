@@ -44,7 +44,7 @@ def run_time(cell: Cell, progress: Progress) -> Result:
         The result, with ``areas`` (padded over real area of the batch) and ``packed`` (0 or 1) among the metrics.
     """
     nodes = [40, 5, 5] if cell.smoke else sizes(cell.task.removeprefix("gps-"))
-    packing, dropout, count = cell.options["packing"], cell.options["dropout"], torch.tensor(nodes, device=DEVICE)
+    packing, count = cell.options["packing"], torch.tensor(nodes, device=DEVICE)
     hidden = torch.arange(max(nodes), device=DEVICE) >= count[:, None]  # [B, N], the padding
     torch.manual_seed(cell.seed)
     x = torch.randn(sum(nodes), WIDTH, device=DEVICE)
@@ -57,11 +57,11 @@ def run_time(cell: Cell, progress: Progress) -> Result:
 
     def make(attention: str | None) -> Step:
         if cell.task.startswith("gps-"):
-            model: nn.Module = Model(dropout).to(DEVICE).train()
+            model: nn.Module = Model().to(DEVICE).train()
             if attention:
                 model, _ = quest_core.inject(model, attention, fresh=True)
             return training_step(model, lambda: model(x, edges, graph).square().mean())
-        layer = nn.MultiheadAttention(WIDTH, HEADS, dropout=dropout, batch_first=True).to(DEVICE)
+        layer = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).to(DEVICE)
         if attention:
             assign(GraphAttention.adopt(layer, AttentionConfig.parse(attention), **GraphAttention.sizes(layer)))
 
@@ -86,7 +86,7 @@ def run_time(cell: Cell, progress: Progress) -> Result:
 class Model(nn.Module):
     """GPS layers (Rampášek et al., 2022) with GINE convolutions."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.edge = nn.Parameter(torch.randn(WIDTH))
         self.layers = nn.ModuleList(
@@ -94,7 +94,6 @@ class Model(nn.Module):
                 WIDTH,
                 GINEConv(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))),
                 heads=HEADS,
-                attn_kwargs={"dropout": dropout},
             )
             for _ in range(LAYERS)
         )

@@ -27,7 +27,5 @@ SUITES: dict[str, dict[str, Any]] = {
         "a training step of a small Deformable DETR against stock mmdetection, in turns",
         ["deformable-detr"],
         10,
-        whole("size", 256, "height and width of the images", 64),
-        whole("batch", 2, "images a step"),
     ),
 }

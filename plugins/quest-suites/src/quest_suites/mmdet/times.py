@@ -22,9 +22,9 @@ def run_time(cell: Cell, progress: Progress) -> Result:
     """Time a step of each of two models in turns; see `quest_suites.timing.against_stock`."""
     init_default_scope("mmdet")
     logging.getLogger("mmengine").setLevel(logging.ERROR)
-    size = (64 if cell.smoke else cell.options["size"],) * 2
+    size = (64 if cell.smoke else 256,) * 2
     generator = torch.Generator().manual_seed(cell.seed)
-    images = torch.randn(cell.options["batch"], 3, *size, generator=generator).to(DEVICE)
+    images = torch.randn(2, 3, *size, generator=generator).to(DEVICE)
     samples = [DetDataSample(metainfo=dict.fromkeys(("img_shape", "batch_input_shape"), size)) for _ in images]
     for sample in samples:
         corners = torch.rand(4, 4, generator=generator) * size[0] / 2

@@ -72,7 +72,5 @@ SUITES: dict[str, dict[str, Any]] = {
         "a training step of Segmenter against stock mmsegmentation, in turns",
         ["vit-t", "vit-s"],
         5,
-        whole("size", 512, "height and width of the images", 32),
-        whole("batch", 1, "images a step"),
     ),
 }

@@ -22,11 +22,11 @@ def run_time(cell: Cell, progress: Progress) -> Result:
     """Time a step of each of two models in turns; see `quest_suites.timing.against_stock`."""
     init_default_scope("mmseg")
     logging.getLogger("mmengine").setLevel(logging.ERROR)
-    size, batch = (64 if cell.smoke else cell.options["size"],) * 2, cell.options["batch"]
+    size = (64 if cell.smoke else 512,) * 2
     generator = torch.Generator().manual_seed(cell.seed)
-    images = torch.randn(batch, 3, *size, generator=generator).to(DEVICE)
-    labels = [torch.randint(150, (1, *size), generator=generator).to(DEVICE) for _ in range(batch)]
-    samples = [SegDataSample(gt_sem_seg=PixelData(data=x), metainfo={"img_shape": size}) for x in labels]
+    images = torch.randn(1, 3, *size, generator=generator).to(DEVICE)
+    labels = torch.randint(150, (1, *size), generator=generator).to(DEVICE)
+    samples = [SegDataSample(gt_sem_seg=PixelData(data=labels), metainfo={"img_shape": size})]
 
     def make(attention: str | None) -> Step:
         name = cell.task.removeprefix("vit-")

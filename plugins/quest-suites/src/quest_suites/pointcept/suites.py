@@ -6,8 +6,6 @@ from typing import Any
 
 from quest_suites.declaring import number, papers, text, timing_suite, whole
 
-_PATCH = whole("patch_size", 256, "points of a patch", 2)
-
 SUITES: dict[str, dict[str, Any]] = {
     "points/scenes": {
         "summary": "segmentation of generated lidar-like scenes with nuScenes' 16 classes by a small "
@@ -22,7 +20,7 @@ SUITES: dict[str, dict[str, Any]] = {
             whole("batch_size", 4, "scenes a training step"),
             whole("train_scenes", 48, "scenes to train on"),
             whole("val_scenes", 24, "scenes to evaluate on"),
-            _PATCH,
+            whole("patch_size", 256, "points of a patch", 2),
             number("grid_size", 0.4, "edge of a voxel in metres", 0.01),
         ],
     },
@@ -46,7 +44,5 @@ SUITES: dict[str, dict[str, Any]] = {
         "a training step of a small Point Transformer V3 against torch-pointcloud's own, in turns",
         ["scenes"],
         10,
-        whole("batch_size", 4, "scenes a step"),
-        _PATCH,
     ),
 }

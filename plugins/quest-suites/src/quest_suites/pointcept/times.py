@@ -18,14 +18,14 @@ from .tasks import RAYS, RINGS, batches, build
 
 def run_time(cell: Cell, progress: Progress) -> Result:
     """Time a step of each of two models in turns; see `quest_suites.timing.against_stock`."""
-    options = {**cell.options, "grid_size": 0.4, **({"batch_size": 1} if cell.smoke else {})}
+    count = 1 if cell.smoke else 4
     train_on_cpu()
-    scans = [scenes.scan(seed, rings=RINGS, rays=RAYS) for seed in scenes.seeds("train", options["batch_size"])]
-    batch = next(batches(scans, options, None, torch.device(DEVICE)))
+    scans = [scenes.scan(seed, rings=RINGS, rays=RAYS) for seed in scenes.seeds("train", count)]
+    batch = next(batches(scans, {"grid_size": 0.4, "batch_size": count}, None, torch.device(DEVICE)))
 
     def make(attention: str | None) -> Step:
         how = {"attention": attention} if attention else {"use_flash_attn": DEVICE == "cuda"}
-        model = build(options["patch_size"], **how).to(DEVICE).train()
+        model = build(256, **how).to(DEVICE).train()  # points of a patch
         return training_step(
             model,
             lambda: F.cross_entropy(model(batch.x, batch.grid, batch.scene), batch.label),

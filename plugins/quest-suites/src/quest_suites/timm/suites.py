@@ -25,7 +25,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "a training step of models of timm, torchvision and plain PyTorch against their own attention",
         [*MODELS, "vit-by-hand", "vit-universal", "decoder-universal", "encoder-universal"],
         12,
-        whole("batch", 2, "images or sequences a step"),
         least=True,
     ),
 }

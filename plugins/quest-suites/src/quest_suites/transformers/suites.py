@@ -46,9 +46,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "a training step of small models, and decoding with a full cache, against transformers' own sdpa",
         MODELS,
         12,
-        whole("length", 256, "tokens; a ViT has 257"),
-        whole("batch", 4, "sequences a step"),
-        whole("past", 2048, "tokens before those decoded"),
         least=True,
     ),
 }

@@ -64,8 +64,5 @@ SUITES: dict[str, dict[str, Any]] = {
         "an epoch of TSTPlus in tsai's own learner against tsai's own attention, in turns",
         ["residual-scores", "plain"],
         9,
-        whole("length", 29, "time steps", 3),
-        whole("series", 302, "series, 32 of them held out", 64),
-        {"name": "padded", "kind": "bool", "default": False, "doc": "every other series ends in NaN"},
     ),
 }
