@@ -169,7 +169,7 @@ def timm() -> Iterator[Host]:
 
     from quest_suites.timm.tasks import make_batch
 
-    small = make_batch(4, 7, torch.Generator().manual_seed(0))[0]  # [4, 3, 32, 32]
+    small = make_batch(4, torch.Generator().manual_seed(0))[0]  # [4, 3, 32, 32]
     large = nn.functional.interpolate(small, size=224, mode="bilinear")
     for name in ("vit_tiny_patch16_224", "deit3_small_patch16_224"):
         yield Host(name, library.create_model(name), lambda model: model(large))

@@ -225,7 +225,7 @@ def test_the_clones_of_forecast_ett_are_checked(tmp_path, monkeypatch):
     assert "found 9; git -C" in found["ETTh2"]["problem"]
 
 
-@pytest.mark.parametrize(("changed", "message"), [({"heads": 3}, "multiple of 3"), ({"horizon": 721}, "at most 720")])
+@pytest.mark.parametrize(("changed", "message"), [({"width": 63}, "multiple of 2"), ({"horizon": 721}, "at most 720")])
 def test_a_forecast_that_the_library_would_not_refuse(tmp_path, changed, message):
     given = smoke_cell(SUITES, tmp_path, "forecast/ett", smoke=False, data=tmp_path, **changed)
     with pytest.raises(ConfigError, match=message):

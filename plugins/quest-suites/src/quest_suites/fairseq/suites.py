@@ -36,7 +36,7 @@ SUITES: dict[str, dict[str, Any]] = {
         summary="a small language model of Python's documentation topics, clean and with test words swapped for "
         "AAA; perplexity a word, from byte pairs, with at least 64 pieces of context",
         tasks=["topics"],
-        options=[_UPDATES, whole("merges", 500, "byte-pair merges learned from the training text", 0)],
+        options=[_UPDATES],
     ),
     "translation/multi30k": {
         "summary": "a small Transformer translates Multi30k's captions from English to German",

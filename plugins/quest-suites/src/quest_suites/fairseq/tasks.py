@@ -32,6 +32,8 @@ CONFIGS = Path(quest_fairseq.__file__).parent / "configs"
 RATES = {f"perplexity with {percent} % swapped": percent / 100 for percent in (1.5, 2.5, 5)}
 """Metric -> share of the test's words that are swapped."""
 
+MERGES = 500
+"""Byte-pair merges of lm/pydocs."""
 SMOKE_UPDATES = 4
 SMOKE_LINES = {"train": 200, "valid": 20, "test": 20}
 SMOKE_LAYERS = 1
@@ -76,7 +78,7 @@ def run_pydocs(cell: Cell, progress: Progress) -> Result:
     train, valid, test = pydocs()
     if cell.smoke:
         train, valid, test = train[: SMOKE_LINES["train"]], valid[: SMOKE_LINES["valid"]], test[: SMOKE_LINES["test"]]
-    pairs = BytePairs(train, cell.options["merges"])
+    pairs = BytePairs(train, MERGES)
     splits = {"train": train, "valid": valid, "test": test}
     data_bin = cell.workdir / "data-bin"
     preprocess(data_bin, {name: list(map(pairs.encode, lines)) for name, lines in splits.items()})

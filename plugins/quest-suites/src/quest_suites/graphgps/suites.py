@@ -36,7 +36,6 @@ def _options(
 
 
 _HEADS = whole("heads", 4, "attention heads; they divide 64")
-_SEED = whole("data_seed", 0, "seed of the generated graphs", 0)
 _SBM = "training graphs; PATTERN has a fifth as many of validation and of test, CLUSTER a tenth"
 _ALL = "training graphs to use, with a tenth as many of validation and of test; 0 for all"
 _PAPER = papers(__file__)
@@ -69,14 +68,14 @@ SUITES: dict[str, dict[str, Any]] = {
         "PATTERN",
         "accuracy",
         "which nodes of a graph belong to a hidden pattern, GPS",
-        [*_options(_SBM, 10000, 6, 32, 0.0005, 100, 5), _SEED],
+        _options(_SBM, 10000, 6, 32, 0.0005, 100, 5),
         paper=_PAPER["graph/pattern"],
     ),
     "graph/cluster": _dataset(
         "CLUSTER",
         "accuracy",
         "which of six communities a node belongs to, GPS",
-        [*_options(_SBM, 10000, 16, 16, 0.0005, 100, 5), _SEED],
+        _options(_SBM, 10000, 16, 16, 0.0005, 100, 5),
         paper=_PAPER["graph/cluster"],
     ),
     "graph/zinc": _dataset(
@@ -123,7 +122,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "PATTERN",
         "accuracy",
         "accuracy over learning rates up to divergence, GPS on PATTERN",
-        [*_options(_SBM, 300, 2, 8, 0.0001, 8, 0, rates=4), _SEED],
+        _options(_SBM, 300, 2, 8, 0.0001, 8, 0, rates=4),
         also=RATES,
         plots="quest_research.suites.stability:plots",
     ),

@@ -17,7 +17,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "unit": "%",
         "options": [
             whole("steps", 600, "training steps of 64 images"),
-            whole("strokes", 7, "strokes an image"),
             number("lr", 0.001, "learning rate of AdamW"),
         ],
     },

@@ -15,18 +15,18 @@ import quest_timm  # noqa: F401  # timm accepts attention= from here on
 from quest_core.hosts.inject import REPORT
 from quest_suites.contract import Cell, Progress, Result, train_steps
 
-SIZE, DIRECTIONS, BATCH, TEST_IMAGES, SMOKE_STEPS = 32, 4, 64, 1024, 5
+SIZE, DIRECTIONS, STROKES, BATCH, TEST_IMAGES, SMOKE_STEPS = 32, 4, 7, 64, 1024, 5
 STEPS = ((0, 1), (1, 0), (1, 1), (1, -1))
 
 
-def make_batch(images: int, strokes: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Images [B, 3, SIZE, SIZE] and the direction of most strokes [B]."""
+def make_batch(images: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return images [B, 3, SIZE, SIZE] and the direction of most strokes [B]."""
     x = 0.3 * torch.randn(images, 3, SIZE, SIZE, generator=generator)
     wanted = torch.randint(DIRECTIONS, (images,), generator=generator)
-    others = torch.randint(DIRECTIONS, (images, strokes), generator=generator)
-    most = torch.arange(strokes) <= strokes // 2
+    others = torch.randint(DIRECTIONS, (images, STROKES), generator=generator)
+    most = torch.arange(STROKES) <= STROKES // 2
     directions = torch.where(most, wanted[:, None], others)  # [B, strokes]
-    starts = torch.randint(6, SIZE - 12, (images, strokes, 2), generator=generator)
+    starts = torch.randint(6, SIZE - 12, (images, STROKES, 2), generator=generator)
     rows = torch.arange(images)[:, None, None]
     reach = torch.arange(6)
     move = torch.tensor(STEPS)[directions]  # [B, strokes, 2]
@@ -51,13 +51,13 @@ def run_strokes(cell: Cell, progress: Progress) -> Result:
     optimizer = torch.optim.AdamW(model.parameters(), lr=cell.options["lr"])
 
     def loss(step: int) -> Tensor:
-        x, wanted = make_batch(BATCH, cell.options["strokes"], generator)
+        x, wanted = make_batch(BATCH, generator)
         return F.cross_entropy(model(x), wanted)
 
     losses = train_steps(cell, progress, steps, model, optimizer, generator, loss)
     model.eval()
     with torch.no_grad():
-        x, wanted = make_batch(TEST_IMAGES, cell.options["strokes"], generator)
+        x, wanted = make_batch(TEST_IMAGES, generator)
         accuracy = 100 * (model(x).argmax(-1) == wanted).float().mean().item()
     return Result(
         metrics={"accuracy": accuracy},

@@ -148,7 +148,6 @@ def command(cell: Cell, data: Path) -> list[str]:
     """Return the words after run.py. What they leave out has run.py's defaults, which are its scripts' too."""
     options, model = cell.options, cell.options["model"]
     layers, heads = PATCHTST[cell.task] if model == "PatchTST" else (2, 8)
-    layers, heads = options["layers"] or layers, options["heads"] or heads
     width = 8 * heads if cell.smoke else options["width"]
     if width % heads:
         raise ConfigError(f"option width is {width}, which {heads} heads do not divide; choose a multiple of {heads}")

@@ -55,8 +55,6 @@ SUITES: dict[str, dict[str, Any]] = {
             whole("horizon", 96, "hours to forecast, at most 720"),
             whole("epochs", 3, "most epochs; the library's early stopping may end before"),
             whole("width", 64, "features of a token; 512 in the library's scripts of PatchTST"),
-            whole("heads", None, "attention heads; null: as the library's script says", nullable=True),
-            whole("layers", None, "encoder layers; null: as the library's script says", nullable=True),
             number("lr", 0.0001, "learning rate of Adam in the first epoch, which the library halves after each"),
         ],
     },
