@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from quest_core.mechanism import Mechanism
-from quest_research.suites.aft import loss
 from quest_research.suites.stability import LanguageModel
 from quest_research.suites.suites import WIDTHS_OPTIONS
-from quest_research.suites.training import fit
+from quest_research.suites.training import fit, token_loss
 from quest_research.suites.widths import texts
 from quest_suites.contract import Cell, observe
 
@@ -43,7 +42,7 @@ def main(data: str, *attentions: str) -> None:
             model = LanguageModel(attention, vocabulary, options)
 
             def mean(picked: Tensor, model: LanguageModel = model, train: tuple[Tensor, Tensor] = train) -> Tensor:
-                return loss(model, (train[0][picked], train[1][picked]))
+                return token_loss(model, (train[0][picked], train[1][picked]))
 
             fit(cell, "training", model, mean, len(train[0]), options, measure=dict, progress=lambda share, text: None)
             probe = validation[0][:64]

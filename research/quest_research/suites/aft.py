@@ -25,15 +25,13 @@ from quest_core.errors import ConfigError
 from quest_suites.contract import Cell, Progress, Result
 from quest_suites.timing import beside_stock, training_step
 
-from .images import Block, read
-from .training import fit
+from .images import Block, Split, read
+from .training import fit, token_loss
 
 LEVELS = 256
 """Values of a byte and of a pixel; the token after them starts an image."""
 PART = 16384
 """Tokens of an evaluation that are held at a time."""
-Split = tuple[Tensor, Tensor]
-"""Tokens [n, T] and the next ones [n, T]."""
 
 
 class Decoder(nn.Module):
@@ -84,7 +82,7 @@ def run(cell: Cell, progress: Progress) -> Result:
         cell,
         "training",
         model,
-        lambda picked: loss(model, (training[0][picked], training[1][picked])),
+        lambda picked: token_loss(model, (training[0][picked], training[1][picked])),
         len(training[0]),
         {**options, "batch": batch},
         measure=lambda: {"validation": bits(model, validation)},
@@ -100,7 +98,7 @@ def run(cell: Cell, progress: Progress) -> Result:
         metrics = {"bits": bits(model, test), "train bits": curves["train_loss"][-1] / math.log(2)}
     some = (training[0][:batch], training[1][:batch])
     stock = build("standard")
-    steps = (training_step(timed, partial(loss, timed, some)) for timed in (stock, model))
+    steps = (training_step(timed, partial(token_loss, timed, some)) for timed in (stock, model))
     taken = beside_stock(*steps, rounds=options["rounds"])
     metrics |= {f"{name} of standard": taken.metrics[f"{name} of stock"] for name in ("time", "memory")}
     return Result(metrics, curves, {"parameters": sum(p.numel() for p in model.parameters())})
@@ -140,14 +138,9 @@ def pixels(images: Tensor, side: int) -> Split:
     return torch.cat([torch.full_like(levels[:, :1], LEVELS), levels[:, :-1]], 1), levels
 
 
-def loss(model: nn.Module, batch: Split) -> Tensor:
-    """Return the mean cross-entropy in nats a token."""
-    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
-
-
 def bits(model: nn.Module, data: Split) -> float:
     """Return the mean bits a token of all samples, by the model in evaluation."""
     part = max(1, PART // data[0].shape[1])
     both = zip(data[0].split(part), data[1].split(part), strict=True)
-    total = sum(loss(model, (x, y)).item() * y.numel() for x, y in both)
+    total = sum(token_loss(model, (x, y)).item() * y.numel() for x, y in both)
     return total / data[1].numel() / math.log(2)

@@ -15,12 +15,13 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quest_core
 from quest_core.tools.calibration import refuse_uncalibratable
 from quest_suites.contract import Cell, Progress, Result, load_state, save_state
+
+from .training import token_loss
 
 LAYERS, HEADS, WIDTH, CONTEXT, BATCH = 3, 4, 64, 96, 16
 PRETRAIN_RATE = 3e-3
@@ -86,21 +87,16 @@ def train(
         if step in asked:
             model.eval()
             with torch.no_grad():
-                losses[step] = statistics.fmean(loss_of(model, batch).item() for batch in held_out)
+                losses[step] = statistics.fmean(token_loss(model, batch).item() for batch in held_out)
             model.train()
         if step < steps:
             optimizer.zero_grad()
-            loss_of(model, draw(text, generator)).backward()
+            token_loss(model, draw(text, generator)).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
             done(step + 1)
     return losses
-
-
-def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the mean cross-entropy in nats a character."""
-    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
 def run(cell: Cell, progress: Progress) -> Result:

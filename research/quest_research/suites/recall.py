@@ -97,7 +97,7 @@ def learn(
             cell,
             name,
             model,
-            lambda picked: loss(model, (train[0][picked], train[1][picked])),
+            lambda picked: F.cross_entropy(model(train[0][picked]).mT, train[1][picked], ignore_index=IGNORED),
             len(train[0]),
             {**options, "rate": rate},
             measure=lambda: {"validation": accuracy(model, validation), **observe(model, validation[0][:64])},
@@ -122,11 +122,6 @@ def sequences(count: int, pairs: int, vocabulary: int, draw: torch.Generator) ->
     tokens, wanted = torch.zeros(count, CONTEXT, dtype=torch.long), torch.full((count, CONTEXT), IGNORED)
     tokens[:, : 2 * pairs] = torch.stack([keys, values], -1).flatten(1)
     return tokens.scatter(1, places, keys), wanted.scatter(1, places, values)
-
-
-def loss(model: nn.Module, of: Split) -> Tensor:
-    """Return the mean cross-entropy of the queries."""
-    return F.cross_entropy(model(of[0]).mT, of[1], ignore_index=IGNORED)
 
 
 @torch.no_grad()

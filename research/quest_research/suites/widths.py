@@ -19,11 +19,11 @@ import torch
 from quest_core.errors import ConfigError
 from quest_suites.contract import Cell, Progress, Result, Trained, observe, sweep
 
-from .aft import bits, loss, pieces
+from .aft import bits, pieces
 from .calibration import corpus
 from .images import Split
 from .stability import CONTEXT, LanguageModel
-from .training import fit
+from .training import fit, token_loss
 
 
 def run(cell: Cell, progress: Progress) -> Result:
@@ -50,7 +50,7 @@ def run(cell: Cell, progress: Progress) -> Result:
             cell,
             name,
             model,
-            lambda picked: loss(model, (train[0][picked], train[1][picked])),
+            lambda picked: token_loss(model, (train[0][picked], train[1][picked])),
             len(train[0]),
             {**options, "epochs": 1, "rate": rate},
             measure=lambda: {"validation": bits(model, validation)},
