@@ -47,6 +47,7 @@ DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 """Where Debian's package dataset-fashion-mnist puts the files."""
 PROBE = 512
 """Validation images on which logits and norms are measured."""
+SMOKE = {"train": 256, "validation": 128, "epochs": 1, "layers": 2, "test": 256}
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Split: TypeAlias = tuple[Tensor, Tensor]
 """Inputs [n, ...] and labels, [n] for images, [n, N] for text."""
@@ -236,9 +237,7 @@ def run(cell: Cell, progress: Progress) -> Result:
         ``first_query_norm`` before the first step; all NaN if the run diverged, and ``diverged`` (0 or 1). Series
         ``train_loss``, ``validation``, ``accuracy`` and ``max_logit`` by epoch.
     """
-    options = dict(cell.options)
-    if cell.smoke:
-        options |= {"train": 256, "validation": 128, "epochs": 1, "layers": 2, "test": 256}
+    options = {**cell.options, **(SMOKE if cell.smoke else {})}
     draw = torch.Generator().manual_seed(cell.seed)
     data = load(cell.data, options, draw, digits() if cell.suite == "images/digits" else None)
     torch.manual_seed(cell.seed)
@@ -285,9 +284,7 @@ def recipe(cell: Cell, progress: Progress) -> Result:
         Series ``train_loss`` and ``validation`` by epoch. If there are several rates, ``accuracy/lr=R`` at each, and
         the series' names end on ``/lr=R`` too.
     """
-    options = dict(cell.options)
-    if cell.smoke:
-        options |= {"train": 256, "validation": 128, "epochs": 1, "layers": 2, "test": 256}
+    options = {**cell.options, **(SMOKE if cell.smoke else {})}
     data = load(cell.data, options, torch.Generator().manual_seed(cell.seed))
     deit = cell.task == "deit"
 
