@@ -1078,6 +1078,13 @@ def test_learned_scores_need_the_axis_of_heads():
     assert model.layers[0].mechanism.score.query_scale.shape == (H, D)
 
 
+def test_learned_scores_are_not_shared_by_the_products_of_one_forward():
+    """A module that attends twice may attend in pieces, or have two attentions, each with parameters of its own."""
+    model, x = make(lambda m, q, k, v: scale_after_product(m, q, k, v) + scale_after_product(m, k, q, v))
+    with pytest.raises(UnsupportedError, match="more than one product, and 'qknorm' keeps something for each"):
+        quest_core.inject(model, "qknorm", example=x)
+
+
 def test_attention_changes_later_without_an_example():
     model, x = injected("scale_after_product")
     stock = make(scale_after_product)[0].eval()

@@ -107,7 +107,7 @@ class _Judge:
         ]
         count = _period(products, terms)
         products, terms = products[: len(products) // count], terms[: len(terms) // count]
-        site = replace(facts, products=tuple(products), softmaxes=tuple(terms))
+        site = replace(facts, products=tuple(products), softmaxes=tuple(terms), repeated=count > 1)
         known = self.sites.get(frame.path)
         self.sites[frame.path] = site if known is None else known.join(site)
 

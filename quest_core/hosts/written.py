@@ -109,6 +109,7 @@ class Written:
     head_dim: int  # features of a query head
     causal: bool = False  # every later key was hidden
     cross: bool = False  # queries and keys had different numbers of tokens
+    repeated: bool = False  # one forward repeated its products
     # The letters of the product in the order in which all logits hold its entries; None if they hold others, or if
     # their softmax is not over all keys.
     layout: str | None = None
@@ -135,7 +136,8 @@ class Written:
 
     def join(self, other: Written) -> Written:
         """Return what two forwards of one module have in common; UnsupportedError if they write another attention."""
-        flags: dict[str, Any] = {name: getattr(self, name) or getattr(other, name) for name in ("causal", "cross")}
+        names = ("causal", "cross", "repeated")
+        flags: dict[str, Any] = {name: getattr(self, name) or getattr(other, name) for name in names}
         flags["layout"] = self.layout if self.layout == other.layout else None
         flags["shifted"] = self.shifted or other.shifted
         if replace(self, **flags) != replace(other, **flags):
@@ -160,8 +162,8 @@ class Written:
         for part in config.components:
             if part.learnable and any(product.head is None for product in self.sites):
                 return f"'{part.name}' must know the axis of heads, which the example does not show"
-            if part.learnable and len(self.sites) > 1:
-                return f"one forward has {len(self.sites)} products, and '{part.name}' keeps something for each"
+            if part.learnable and (self.repeated or len(self.sites) > 1):
+                return f"one forward forms more than one product, and '{part.name}' keeps something for each"
             if "queries" in part.reads and any(p.head is None and len(p.axes[2]) > 1 for p in self.sites):
                 return f"'{part.name}' must know which axis is that of heads, and two could be those of the queries"
             if part.axis == "normalizer" and not part.fused and self.layout is None:
