@@ -401,13 +401,16 @@ class Comparing(Following):
         """Return the result of a function that is not the attention."""
         # The one method that Dynamo reads only as a method.
         out = args[0].unflatten(*args[1:], **kwargs) if func is Tensor.unflatten else func(*args, **kwargs)
-        if self.eager and ((name := name_of(func)) in SCALES or self.knows(args) or self.knows(kwargs.values())):
-            self.follow(name, func, args, kwargs, out)
+        if self.eager:
+            name = name_of(func)
+            if name in SCALES or self.knows(args) or (kwargs and self.knows(kwargs.values())):
+                self.follow(name, func, args, kwargs, out)
         return out
 
     def _may_gate(self, x: Any) -> bool:
-        kept = (*self.site.parameters(), *self.site.buffers())
-        return isinstance(x, Tensor) and x.dim() > 0 and not any(x is own for own in kept)
+        if not isinstance(x, Tensor) or x.dim() == 0:
+            return False
+        return all(x is not own for own in (*self.site.parameters(), *self.site.buffers()))
 
     def refuse(self, what: str) -> NoReturn:
         """Raise UnsupportedError, because the site does something else than in the example."""
