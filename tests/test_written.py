@@ -356,6 +356,75 @@ RIGHT |= {
 }
 
 
+def heads(m, x):
+    """[B, H, N, D] of a projection of x, [B, H, N, D]."""
+    return m.position(x.transpose(1, 2).flatten(2)).unflatten(-1, (H, D)).transpose(1, 2)
+
+
+def chosen(m, w, k):
+    index = w.mean((1, 2)).topk(3).indices  # [B, 3]
+    return k.gather(2, index[:, None, :, None].expand(-1, H, -1, D))
+
+
+def by_a_router(m, w, k):
+    gates = (k @ m.memory[:, :3].mT).softmax(-1)
+    return heads(m, sum(gates[..., i : i + 1] * heads(m, k * (i + 1)) for i in range(3)))
+
+
+LINKS = {
+    "chosen": chosen,
+    "sorted": lambda m, w, k: k[:, :, w.mean((0, 1, 2)).argsort()],
+    "hidden": lambda m, w, k: k.masked_fill((w.mean(2) < 1 / N)[..., None], 0.5),
+    "shown": lambda m, w, k: torch.where((w.mean(2) < 1 / N)[..., None], k, m.memory),
+    "gated": lambda m, w, k: k * (1 - (w * w.log()).sum(-1))[..., None],
+    "shifted": lambda m, w, k: k + w.mean(2)[..., None],
+    "covered": lambda m, w, k: k + F.linear(w.mean(2), m.bias[0])[..., None],
+    "read": lambda m, w, k: heads(m, F.linear(w, m.memory[0].mT)),
+    "weighed_by_entries": lambda m, w, k: heads(m, (w[..., None] * k[:, :, None]).sum(3)),
+    "of_a_router": by_a_router,
+    "of_parameters": lambda m, w, k: heads(m, w @ m.memory),
+}
+"""How the keys and values of an attention may depend on the weights of the one before it."""
+
+
+def linked(name, attend, m, q, k, v):
+    w = attend(q, k)
+    k, two = (LINKS[name](m, w, x) for x in (k, v))
+    return w @ v + attend(q, k) @ two
+
+
+def stock_weights(q, k):
+    return (q @ k.mT * D**-0.5).softmax(-1)
+
+
+RIGHT |= {
+    name: (functools.partial(linked, name, stock_weights), functools.partial(linked, name, weights)) for name in LINKS
+}
+
+
+def hidden_by(q, k):
+    """Whether pairs are hidden by another product, as by the masks of Mask2Former."""
+    return (torch.einsum("bhid,bhjd->bij", q, k).sigmoid() < 0.5).logical_and(~torch.eye(N, dtype=torch.bool))[:, None]
+
+
+@right(lambda m, q, k, v: quest(q, k, v, torch.zeros(()).masked_fill(hidden_by(v, k), -math.inf)))
+def hidden_by_another_product(m, q, k, v):
+    return (q @ k.mT * D**-0.5).masked_fill(hidden_by(v, k), -math.inf).softmax(-1) @ v
+
+
+@right(lambda m, q, k, v: quest(q, k, v))
+def unused_softmax_of_the_largest(m, q, k, v):
+    (q.mean(2, keepdim=True) @ k.mT).topk(3).values.softmax(-1)
+    return (q @ k.mT * D**-0.5).softmax(-1) @ v
+
+
+@right(lambda m, q, k, v: quest(q, k, v))
+def cache_by_copy(m, q, k, v):
+    cache = k.new_zeros(B + 1, H, 2 * N, D)
+    cache[:B, :, :N].copy_(k)
+    return (q @ cache[:B, :, :N].mT * 0.7 * D**-0.5).softmax(-1) @ v
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -363,6 +432,18 @@ def top_k(m, q, k, v):
     logits = q @ k.mT * D**-0.5
     least = logits.topk(3, -1).values[..., -1:]
     return logits.masked_fill(logits < least, -math.inf).softmax(-1) @ v
+
+
+def windows(x):
+    """Three tokens around each: [B, H, N, D, 3]."""
+    return F.pad(x, (0, 0, 1, 1)).unfold(2, 3, 1)
+
+
+def edges(m, q, k, v):
+    to, source = torch.cartesian_prod(torch.arange(N), torch.arange(N)).mT
+    powers = (q[:, :, to] * k[:, :, source]).sum(-1).mul(D**-0.5).exp()
+    sums = torch.zeros(B, H, N).index_add(2, to, powers)
+    return torch.zeros_like(v).index_add(2, to, v[:, :, source] * powers[..., None]) / sums[..., None]
 
 
 def two_softmaxes(m, q, k, v):
@@ -532,6 +613,21 @@ WRONG: dict[str, tuple[str, Spelling]] = {
         "exp",
         lambda m, q, k, v: normed((q[:, :, :, None] * k[:, :, None]).sum(-1).exp()) @ v,
     ),
+    "windows by entries": (
+        "by entries",
+        lambda m, q, k, v: ((q[..., None] * windows(k)).sum(3).mul(D**-0.5).softmax(-1).unsqueeze(3) * windows(v)).sum(
+            -1
+        ),
+    ),
+    "pooled queries by entries": (
+        "by entries",
+        lambda m, q, k, v: (heads(m, q.mean(2, keepdim=True)) * k).sum(-1).softmax(-1)[..., None] * v,
+    ),
+    "edges": ("exp", edges),
+    "cosines by a function": (
+        "cosine_similarity",
+        lambda m, q, k, v: F.cosine_similarity(q[:, :, :, None], k[:, :, None], dim=-1).mul(5).softmax(-1) @ v,
+    ),
     "values by entries": ("exp", lambda m, q, k, v: (normed((q @ k.mT).exp())[..., None] * v[:, :, None]).sum(-2)),
     "distances": ("cdist", lambda m, q, k, v: (-torch.cdist(q, k)).softmax(-1) @ v),
     "norms of keys": (
@@ -579,6 +675,9 @@ def router(m, q, k, v):
 
 LEFT: dict[str, Spelling] = {
     "channels": channels,
+    "channels of pooled images": lambda m, q, k, v: channels(m, *(F.max_pool2d(x, (2, 1)) for x in (q, k, v))).repeat(
+        1, 1, 2, 1
+    ),
     "linear attention": lambda m, q, k, v: q.softmax(-1) @ (k.softmax(-2).mT @ v),
     "state space": state_space,
     "linear attention by entries": lambda m, q, k, v: (q[:, :, :, None] * k[:, :, None]).sum(-1) @ v,
@@ -727,7 +826,7 @@ def test_compiles_to_one_graph(name):
 def test_copies_and_precisions(name):
     model, x = injected(name)
     wanted = model(x)
-    if "<lambda>" not in RIGHT[name][0].__name__:
+    if "<lambda>" not in getattr(RIGHT[name][0], "__name__", name):
         assert torch.equal(pickle.loads(pickle.dumps(model))(x), wanted)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         torch.testing.assert_close(model(x), wanted, atol=0.05, rtol=0.05, check_dtype=False)
@@ -758,6 +857,10 @@ def changed(m, q, k, v, way=""):
     logits = k @ q.mT if way == "swapped" else q @ k.mT
     logits = logits * (0.3 if way == "factor" else D**-0.5)
     logits = logits.tanh() if way == "function" else logits
+    if way in ("samples", "heads"):
+        logits = logits * (q.new_tensor([[1.0], [2.0]]) if way == "samples" else m.temperature.exp())[..., None, None]
+    if way == "queries":
+        return logits.softmax(-2) @ v
     if way == "path":
         return torch.linalg.vector_norm(logits, dim=-1, keepdim=True) * v
     if way == "longer":
@@ -767,7 +870,7 @@ def changed(m, q, k, v, way=""):
     return logits.softmax(-1) @ v
 
 
-@pytest.mark.parametrize("way", ["factor", "function", "path", "longer"])
+@pytest.mark.parametrize("way", ["factor", "function", "path", "longer", "samples", "heads", "queries"])
 def test_another_way_than_in_the_example_is_refused(way):
     model, x = make(changed)
     quest_core.inject(model, "quest", example=x)
@@ -1203,6 +1306,12 @@ class Decoding(Attention):
     def steps(self, m, q, k, v):
         tokens = range(1, N + 1)
         return torch.cat([self.step(q[:, :, i - 1 : i], k[:, :, :i], v[:, :, :i]) for i in tokens], 2)
+
+
+def test_an_example_of_one_value_does_not_show_positions():
+    model, _ = make(RIGHT["relative_positions"][0])
+    with pytest.raises(UnsupportedError, match="use an example whose values differ"):
+        quest_core.inject(model, "quest", example=torch.zeros(B, N, H * D))
 
 
 def test_a_step_with_one_key_says_no_less_than_the_others():

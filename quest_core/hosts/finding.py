@@ -15,7 +15,7 @@ from ..config import AttentionConfig
 from ..drafts import host_class
 from ..errors import InjectionError, UnsupportedError
 from .adapter import Adapter, Site, refusal
-from .following import LEARNED, TENSOR, Flow, Origin, varying
+from .following import LEARNED, TENSOR, Flow, Origin, from_last, varying
 from .search import UNKNOWN, UNSEEN, Frame, Operand, Search, Softmax, contraction
 from .sites import KEPT, FoundSite, looks_like_attention, norm_note, within
 from .universal import Call, Routed
@@ -105,9 +105,16 @@ class _Judge:
             )
             for softmax in self.search.softmaxes[frame.begin[1] : frame.end[1]]
         ]
+        dims = tuple(
+            from_last(one.origin.axis, len(one.shape)) for one in self.search.softmaxes[frame.begin[1] : frame.end[1]]
+        )
         count = _period(products, terms)
         products, terms = products[: len(products) // count], terms[: len(terms) // count]
-        site = replace(facts, products=tuple(products), softmaxes=tuple(terms), repeated=count > 1)
+        multiplied = any(origin.multiplied for origin in self.search.products[start:stop])
+        site = replace(
+            facts, products=tuple(products), softmaxes=tuple(terms), dims=dims[: len(terms)], repeated=count > 1,
+            multiplied=multiplied,
+        )  # fmt: skip
         known = self.sites.get(frame.path)
         self.sites[frame.path] = site if known is None else known.join(site)
 
@@ -129,7 +136,12 @@ class _Judge:
             raise UnsupportedError("it adds norms of its queries or keys to their product, as distances do")
         if len(terms) > 1:
             terms = tuple(flow for flow in terms if not self._is_position(flow.origin))
-        if len(terms) != 1:
+        if not terms:
+            raise UnsupportedError(
+                f"{len(softmax.terms)} products meet under one softmax, and none of them has other queries and keys "
+                "for other inputs; use an example whose values differ"
+            )
+        if len(terms) > 1:
             raise UnsupportedError(
                 f"{len(softmax.terms)} products meet under one softmax, {len(terms)} of them of two activations"
             )
@@ -193,6 +205,7 @@ class _Judge:
         return product, Written(
             "",
             (product,),
+            (),
             (),
             heads=q.sizes[split[0]] if product.head else 1,
             kv_heads=k.sizes.get(split[0], 1) if product.head else 1,

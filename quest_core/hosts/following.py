@@ -65,8 +65,12 @@ FUNCTIONS: dict[Any, str] = {
 }
 """Products and softmaxes, by function: the only ones that are read while compiling."""
 JOINS = _words("cat concat concatenate stack")
-OTHER_PRODUCTS = _words("tensordot inner addbmm bilinear multi_dot chain_matmul cdist linalg_vecdot mv")
-PROJECTIONS = {"linear": -1, "conv1d": -2, "conv2d": -3, "conv3d": -4}
+OTHER_PRODUCTS = _words(
+    "tensordot inner addbmm bilinear multi_dot chain_matmul cdist cosine_similarity linalg_vecdot mv"
+)
+PROJECTIONS = {"linear": -1, "conv1d": -2, "conv2d": -3, "conv3d": -4} | {
+    f"conv_transpose{n}d": -1 - n for n in (1, 2, 3)
+}
 """Functions that multiply by weights, with the axis of the features that they return."""
 ALIASES = {"truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub"} | {
     prefix + name: name.replace("true", "") for name in ("add", "sub", "mul", "div", "truediv") for prefix in "ir"
@@ -79,6 +83,8 @@ PART = "a factor on a part"
 MULTIPLES = "a sum of its multiples"
 TENSOR = "a tensor of factors"
 NORMS = _words("norm vector_norm linalg_vector_norm square pow")
+WRITES = _words("copy index_copy scatter")
+"""Functions that write entries of another tensor into a part of one."""
 NEUTRAL = 1e3  # bounds beyond it do not change logits
 SAME = 1e-5  # relative difference of factors that are one
 ROUNDED = 2**-7  # the same where a tensor of bfloat16 rounds them
@@ -93,19 +99,24 @@ def name_of(func: Any) -> str:
     return name
 
 
+NO_EQUATION = ("", "", "")
+"""That of a product of vectors, or of more than two tensors."""
+
+
 @dataclass(eq=False)
 class Origin:
-    """What a followed tensor was made from; a search fills in the last five fields."""
+    """What a followed tensor was made from; a search fills in the last fields, from `learned` on."""
 
     kind: str  # "product", of two tensors; "softmax"; "parameter"; "plain" for any other activation
     name: str  # of the function
     number: int = -1  # how many products were formed before this one
-    equation: tuple[str, str, str] = ("", "", "")  # letters of the axes of both operands and of the result: nd, dm, nm
+    equation: tuple[str, str, str] = NO_EQUATION  # letters of the axes of both operands and of the result: nd, dm, nm
     shape: tuple[int, ...] = ()  # of the result
     axis: int | None = None  # that of features; of a softmax, its own; None if it is not known
     learned: tuple[bool, ...] = ()  # which operands of a product are parameters
     operands: tuple[Any, ...] = ()  # what is known of both operands
     mixes: tuple[Origin, ...] = ()  # the products of which this linear layer mixes the logits
+    multiplied: bool = False  # its entries were multiplied by a tensor of zeros and ones
     frames: tuple[Any, ...] = ()  # the modules that were running
     # Of a softmax, how its weights were used: "applied" to values, "by entries" or "kept". Of a product, its softmaxes.
     uses: list[Any] = field(default_factory=list)
@@ -172,8 +183,8 @@ class Following(TorchFunctionMode):
     def new(self, x: Tensor, origin: Origin, factor: float = 1.0, odd: str | None = None, also: Flows = ()) -> None:
         """Remember that `x` is the result of `origin`, and was made from `also` besides."""
         index = None
-        if self.places and origin.kind != "parameter":
-            index = torch.arange(1, x.numel() + 1, dtype=torch.int32).view(x.shape)
+        if self.places and origin.kind != "parameter" and not x.is_nested:
+            index = _all_places(x)
         origin.shape = tuple(x.shape)
         self.note(x, (Flow(origin, factor, odd, index, tuple(self.running)), *also))
 
@@ -188,6 +199,11 @@ class Following(TorchFunctionMode):
             found = [x for x in (args[0], args[2]) if isinstance(x, Tensor)]
             out = args[0]
         known = [(x, self.flows(x)) for x in found]
+        if any(map(_holds_numbers, found)):  # a mask or an index concerns the logits that it was made from, no others
+            own = {f.origin for x, flows in known if _holds_numbers(x) for f in flows}
+            known = [
+                (x, flows if _holds_numbers(x) else tuple(f for f in flows if f.origin in own)) for x, flows in known
+            ]
         results = list(tensors((out,)))
         if name in PROJECTIONS:
             if self.places:
@@ -198,7 +214,12 @@ class Following(TorchFunctionMode):
                 self.new(out, Origin("parameter", name))
         elif any(flows for _, flows in known):
             for place, result in enumerate(results):
-                self.note(result, self._pass_on(name, func, args, kwargs, known, result, place))
+                if _holds_numbers(result):
+                    flows = self._pass_on(name, func, args, kwargs, known, result, place)
+                else:
+                    logits = [f for _, flows in known for f in flows if f.origin.kind == "product"]
+                    flows = _merge([_odd(f, name)._replace(entries=None) for f in logits])
+                self.note(result, flows)
             self._change_base(name, args, known, out)
         elif self.places and _only_parameters(found):
             for result in results:
@@ -220,8 +241,8 @@ class Following(TorchFunctionMode):
         flows = [flow for _, flows in known for flow in flows]
         mixes = tuple(f.origin for f in flows if f.origin.kind == "product" and not f.origin.is_plain)
         axis = PROJECTIONS[name] % out.dim()
-        weights = tuple(f._replace(entries=None) for f in flows if f.origin.kind == "softmax")
-        self.new(out, Origin("plain", name, axis=axis, mixes=mixes), also=weights)
+        weights = [_mix(f, axis, out) for f in flows if f.origin.kind == "softmax"]
+        self.new(out, Origin("plain", name, axis=axis, mixes=mixes), also=tuple(f for f in weights if f is not None))
 
     def _scale(self, name: str, args: Any, kwargs: Any, known: list[tuple[Tensor, Flows]], out: Tensor) -> None:
         """Follow a product or quotient of entries."""
@@ -246,8 +267,10 @@ class Following(TorchFunctionMode):
                 kind, why = flow.origin.kind, None
                 if kind == "softmax" and out.numel() > one.numel():
                     flow.origin.uses.append("by entries")
+                    continue
                 frozen = isinstance(other, nn.Parameter) and not other.requires_grad
                 trained = learned and not frozen
+                flow.origin.multiplied |= kind == "product"
                 if kind == "product" and (trained or not self._hides(other)):
                     why = LEARNED if learned else TENSOR
                 elif other is one:
@@ -257,11 +280,13 @@ class Following(TorchFunctionMode):
                 elif flow.factor != 1 and any(f.origin is not ACTIVATION for f in self.flows(other)):
                     why = "a factor, and a product after it"
                 changed.append(_odd_flow(flow, why))
-            changed += [
-                f._replace(odd=f.odd or "a quotient" if name == "div" else TENSOR)
-                for f in self.flows(other)
-                if f.origin.kind in ("product", "softmax")
-            ]
+            own = {f.origin for f in flows}
+            for flow in _without_statistics(flows, self.flows(other)):
+                kind = flow.origin.kind
+                if kind == "softmax" and out.numel() > other.numel():
+                    flow.origin.uses += ["by entries"] if flow.entries is not None else []
+                elif kind == "softmax" or (kind == "product" and (_holds_numbers(other) or flow.origin in own)):
+                    changed.append(flow._replace(odd=flow.odd or "a quotient" if name == "div" else TENSOR))
         self.note(out, _merge([_widen(f, out) for f in changed]))
         self._change_base(name, args, known, out)
 
@@ -335,10 +360,11 @@ class Following(TorchFunctionMode):
         if name in ("neg", "rsub"):
             return _merge([_widen(f._replace(factor=-f.factor), out) for f in flows])
         if name in KEEPS:
+            flows = _without_statistics(flows, flows) if self.places else flows
             if name in ("add", "sub") and _mixes_factors(known):
                 flows = [_partial_flow(f) if f.origin.is_plain else f for f in flows]
             return _merge([_widen(f, out) for f in flows])
-        return _merge([_widen(_odd(f, name), out) for f in flows])
+        return _merge([_widen(_odd(_keep_features(f, out), name), out) for f in flows])
 
     def _move(self, name: str, func: Any, args: Any, kwargs: Any, origin: Origin, place: int) -> Tensor | None:
         """Return the places of entries after a function that moves them; None if it does not move integers."""
@@ -376,7 +402,11 @@ class Following(TorchFunctionMode):
         base, changes = target._base, name not in KEEPS and name != "setitem"
         writes = any(flows for x, flows in known[1:] if x is not target)
         if base is not None and (writes or (changes and self.flows(base))):
-            self._mark(base, self.flows(base) or tuple(f for x, flows in known[1:] for f in flows), name)
+            flows = self.flows(base) or tuple(f for x, flows in known[1:] for f in flows)
+            if name in WRITES and all(f.origin.kind == "plain" and f.factor == 1 for f in flows):  # a cache
+                self.note(base, tuple(f._replace(entries=None) for f in flows))
+            else:
+                self._mark(base, flows, name)
         for x in [made() for made, _ in self.followed.values()] if changes else ():
             if x is not None and x is not target and x is not base and _overlap(x, target):
                 self._mark(x, self.flows(x), name)
@@ -444,6 +474,11 @@ def number(x: Any) -> float | None:
     if isinstance(x, Tensor) and x.numel() == 1 and may_read(x, waits=True):
         return until_changed(x, "number", lambda: float(x.detach()))
     return None
+
+
+def from_last(dim: int | None, axes: int) -> int:
+    """Return an axis of a softmax counted from the last one, -1; None is the last."""
+    return -1 if dim is None else dim if dim < 0 else dim - axes
 
 
 def alpha(rest: dict[str, Any]) -> float:
@@ -526,12 +561,24 @@ def varying(flow: Flow, dim: int) -> set[int]:
 
 
 def tensors(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors of arguments or results, also in lists and tuples."""
+    """Yield the tensors of arguments or results, also in lists, tuples and dicts."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
             yield from tensors(value)
+        elif isinstance(value, dict):
+            yield from tensors(value.values())
+
+
+def _all_places(x: Tensor) -> Tensor:
+    """Return 1 + the place of each entry of a tensor."""
+    return torch.arange(1, x.numel() + 1, dtype=torch.int32).view(x.shape)
+
+
+def _holds_numbers(x: Tensor) -> bool:
+    """Return whether a tensor holds numbers, and neither a mask nor an index."""
+    return x.is_floating_point() or x.is_complex()
 
 
 def _is_learned(x: Any) -> bool:
@@ -594,6 +641,41 @@ def _widen(flow: Flow, out: Tensor) -> Flow:
         return flow._replace(entries=flow.entries.expand(out.shape))
     except RuntimeError:
         return flow._replace(entries=None)
+
+
+def _without_statistics(changed: Iterable[Flow], flows: Iterable[Flow]) -> list[Flow]:
+    """Return flows without those of numbers made from weights, such as means, that change an activation."""
+    changes = any(f.origin.kind == "plain" for f in changed)
+    return [f for f in flows if not (changes and f.origin.kind == "softmax" and f.entries is None)]
+
+
+def _keep_features(flow: Flow, out: Tensor) -> Flow:
+    """Return the flow of an activation of whose tokens a function has made others, as pooling does.
+
+    Features are where they were if their axes are as long, and the others are as many.
+    """
+    index, axis = flow.entries, flow.origin.axis
+    if flow.origin.kind != "plain" or index is None or axis is None:
+        return flow
+    if index.shape == out.shape or index.dim() != out.dim():
+        return flow
+    others = [dim for dim in range(out.dim()) if axis not in varying(flow, dim)]
+    if any(index.shape[dim] != out.shape[dim] for dim in range(out.dim()) if dim not in others):
+        return flow
+    for dim in others:
+        index = index.narrow(dim, 0, 1)
+    return flow._replace(entries=index.expand(out.shape))
+
+
+def _mix(flow: Flow, axis: int, out: Tensor) -> Flow | None:
+    """Return the flow of weights whose heads, along `axis`, a layer mixes; None if it reads them as features.
+
+    Weights that are read as features, as a coverage is, are weights no more.
+    """
+    index = flow.entries
+    if index is None or index.dim() != out.dim() or flow.origin.axis is None or flow.origin.axis in varying(flow, axis):
+        return None
+    return _widen(flow._replace(entries=index.narrow(axis, 0, 1)), out)
 
 
 def _mixes_factors(known: list[tuple[Tensor, Flows]]) -> bool:

@@ -114,6 +114,7 @@ class Search(Following):
         self.made = {id(x): ref(x) for x in (*model.parameters(), *model.buffers())}  # what PyTorch's functions made
         self.unseen: set[str] = set()  # paths of modules in which something else made a tensor
         self.lost: dict[int, ref[Tensor]] = {}  # such tensors, and what was made from them
+        self.multiplied: dict[int, ref[Tensor]] = {}  # products by entries of two projected activations
 
     def run(self, example: Any, *, changed: bool = False) -> Search:
         """Run the model, on other values if `changed`. Random state and buffers stay as they were."""
@@ -187,6 +188,8 @@ class Search(Following):
             self.follow(name, func, args, kwargs, out)
             if name == "mul" and isinstance(out, Tensor):
                 self._by_entries(args, out)
+            elif name in ("sum", "mean"):
+                self._sum(args, kwargs, out)
         return out
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -219,13 +222,24 @@ class Search(Following):
         return frames
 
     def _by_entries(self, args: Any, out: Tensor) -> None:
-        """Begin at queries times keys by entries, which a sum over features would follow; see weights times values."""
-        pair = [x for x in args if isinstance(x, Tensor) and out.numel() > x.numel() > 1 and not self.is_parameter(x)]
+        """Remember a product by entries of two activations: queries times keys, or weights times values."""
+        pair = [x for x in args if isinstance(x, Tensor) and x.numel() > 1 and not self.is_parameter(x)]
         if len(pair) != 2:
             return
         for x in pair:
-            self._note_weights(x)
+            if x.numel() < out.numel():
+                self._note_weights(x)
         if self._are_projected(pair):
+            self.multiplied[id(out)] = ref(out)
+
+    def _sum(self, args: Any, kwargs: Any, out: Tensor) -> None:
+        """Begin at a sum over the features of a product by entries."""
+        x: Tensor = args[0] if args else kwargs["input"]
+        if (found := self.multiplied.get(id(x))) is None or found() is not x:
+            return
+        given = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        dims = range(x.dim()) if given is None else (given,) if isinstance(given, int) else given
+        if any(f.entries is None or any(f.origin.axis in varying(f, dim) for dim in dims) for f in self.flows(x)):
             origin = Origin("product", "mul", frames=tuple(self.running))
             self.new(out, origin, odd="a sum of products by entries", also=self.flows(out))
 
@@ -246,19 +260,19 @@ class Search(Following):
         if parts is None:
             self.new(out, origin, odd=f"{name} of more than two tensors")
             return
+        head, a, b, rest = parts
+        pair, letters = (a, b), equation(name, head, a, b)
+        origin.equation = letters or origin.equation
         if in_autograd_function():
             self.new(out, origin, odd="an autograd.Function with a derivative of its own")
             return
-        head, a, b, rest = parts
-        pair, letters = (a, b), equation(name, head, a, b)
         origin.learned = tuple(self.is_parameter(x) for x in pair)
-        weights = self._apply(pair, letters, origin.learned)
-        if all(origin.learned) or (weights and not any(origin.learned)):
+        applied, kept = self._apply(pair, letters, origin.learned, out)
+        if all(origin.learned) or (applied and not any(origin.learned)):
             origin.kind, origin.learned = "plain", ()
         if not letters or len(contraction(letters)) != 1:
             self.new(out, origin, odd=None if origin.is_plain else f"{name} over {letters or 'vectors'}")
             return
-        origin.equation = letters
         if any(origin.learned):  # a projection, whose features are those of the parameter
             parameter, other = letters[origin.learned.index(True)], letters[origin.learned.index(False)]
             own = [s for s in parameter if s in letters[2] and s not in other]
@@ -267,7 +281,6 @@ class Search(Following):
         origin.frames = self._around(*pair)
         if origin.kind == "product":
             origin.operands = tuple(self._operand(x, s, letters) for x, s in zip(pair, letters, strict=False))
-        kept = tuple(flow._replace(entries=None) for flow in weights) if any(origin.learned) else ()
         self.new(out, origin, alpha(rest), also=(*self.addends(head, rest), *kept))
 
     def _operand(self, x: Tensor, own: str, letters: tuple[str, str, str]) -> Operand:
@@ -290,23 +303,30 @@ class Search(Following):
         seen = (values.sum().item(), (values * torch.linspace(1, 2, len(values)).to(values)).sum().item())
         return Operand(sizes, features, factor, norm, seen, **more)
 
-    def _apply(self, pair: Any, letters: tuple[str, str, str] | None, learned: Sequence[bool]) -> list[Flow]:
-        """Return the weights that a product applies to values, and note on them over which axis."""
-        found = []
+    def _apply(
+        self, pair: Any, letters: tuple[str, str, str] | None, learned: Sequence[bool], out: Tensor
+    ) -> tuple[bool, list[Flow]]:
+        """Note on the weights that a product applies to values how it uses them.
+
+        Returns:
+            Whether there are any; and the flows of its result, which is weights still where parameters mix their heads.
+        """
+        found, kept = False, list[Flow]()
         for i, x in enumerate(pair):
             if not learned[1 - i]:
                 self._note_weights(x)
             for flow in self.flows(x):
-                if flow.origin.kind == "softmax":
-                    found.append(flow)
-                if flow.origin.kind != "softmax" or learned[1 - i]:
+                if flow.origin.kind != "softmax":
                     continue
-                axis, use = flow.origin.axis, "applied"
+                found, use, axis = True, "applied", flow.origin.axis
                 if flow.entries is not None and letters and axis is not None and flow.origin.shape[axis] > 1:
                     over = {s for place, s in enumerate(letters[i]) if axis in varying(flow, place)}
                     use = "applied" if over & set(contraction(letters)) else "kept"
-                flow.origin.uses.append(use)
-        return found
+                if learned[1 - i] and use == "kept" and letters:
+                    kept.append(_mixed(flow, letters[i], letters[2], out))
+                else:
+                    flow.origin.uses.append(use)
+        return found, kept
 
     def _owner(self, terms: Flows) -> Frame:
         """Return the innermost running module in which all products of some logits were formed."""
@@ -348,6 +368,19 @@ class Search(Following):
             future = torch.ones(n, m, dtype=torch.bool, device=out.device).triu(m - n + 1)
             made.causal = bool(future.any()) and bool(((logits <= HIDDEN) | ~future).all())
         self.new(out, origin)
+
+
+def _mixed(flow: Flow, own: str, result: str, out: Tensor) -> Flow:
+    """Return the flow of weights with the axes `own` after a product with parameters, with the axes `result`."""
+    assert flow.entries is not None
+    index = flow.entries
+    for place in reversed(range(len(own))):
+        index = index if own[place] in result else index.select(place, 0)
+    left = [s for s in own if s in result]
+    index = index.permute([left.index(s) for s in result if s in left])
+    for place, s in enumerate(result):
+        index = index if s in left else index.unsqueeze(place)
+    return flow._replace(entries=index.expand(out.shape))
 
 
 def contraction(letters: tuple[str, str, str]) -> list[str]:

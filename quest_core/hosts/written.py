@@ -23,11 +23,13 @@ from ..projections import HeadSizes
 from .adapter import Capabilities, mechanism_for
 from .following import (
     FUNCTIONS,
+    NO_EQUATION,
     SOFTMAX,
     Comparing,
     Origin,
     alpha,
     equation,
+    from_last,
     is_product,
     operands,
     same_factor,
@@ -104,12 +106,14 @@ class Written:
     products: tuple[Product | None, ...]  # in order; None for those of weights with values, or with parameters
     # In order, each with the places of its products and their factors; () for others.
     softmaxes: tuple[tuple[tuple[int, float], ...], ...]
+    dims: tuple[int, ...]  # of the softmaxes, counted from the last axis
     heads: int  # query heads; 1 where they are not known
     kv_heads: int  # key/value heads
     head_dim: int  # features of a query head
     causal: bool = False  # every later key was hidden
     cross: bool = False  # queries and keys had different numbers of tokens
     repeated: bool = False  # one forward repeated its products
+    multiplied: bool = False  # some logits were multiplied by a tensor of zeros and ones, as by a mask
     # The letters of the product in the order in which all logits hold its entries; None if they hold others, or if
     # their softmax is not over all keys.
     layout: str | None = None
@@ -136,7 +140,7 @@ class Written:
 
     def join(self, other: Written) -> Written:
         """Return what two forwards of one module have in common; UnsupportedError if they write another attention."""
-        names = ("causal", "cross", "repeated")
+        names = ("causal", "cross", "repeated", "multiplied")
         flags: dict[str, Any] = {name: getattr(self, name) or getattr(other, name) for name in names}
         flags["layout"] = self.layout if self.layout == other.layout else None
         flags["shifted"] = self.shifted or other.shifted
@@ -207,6 +211,10 @@ class _Preparing(Comparing):
             self.refuse(f"calls {CALLS[func].name} too")
         return self.call(func, args, kwargs)
 
+    def _hides(self, x: Any) -> bool:
+        """Return whether a tensor may be a mask that the host multiplies logits by, as it did in the example."""
+        return not x.is_floating_point() or self.known.multiplied
+
     def finish(self) -> None:
         """Raise UnsupportedError unless all products and softmaxes of the example took place."""
         rounds, rest = divmod(self.number, len(self.known.products))
@@ -225,7 +233,7 @@ class _Preparing(Comparing):
             return func(*args, **kwargs)
         head, *pair, rest = parts
         if self.eager:
-            if (letters := equation(name, head, *pair)) != product.equation:
+            if (letters := equation(name, head, *pair) or NO_EQUATION) != product.equation:
                 self.refuse(f"forms the product {letters}, and the example {product.equation}")
             refuse_checkpoint(self.known.path, 3)
         if product.query is None:
@@ -257,12 +265,17 @@ class _Preparing(Comparing):
 
     def _weigh(self, func: Any, args: Any, kwargs: Any) -> Any:
         logits = args[0] if args else kwargs["input"]
-        known = self.known.softmaxes[self.softmaxes % len(self.known.softmaxes)]
+        place = self.softmaxes % len(self.known.softmaxes)
+        known, dim = self.known.softmaxes[place], kwargs.get("dim", args[1] if len(args) > 1 else None)
         self.softmaxes += 1
         if self.eager:
+            if known and (over := from_last(dim, logits.dim())) != self.known.dims[place]:
+                self.refuse(f"takes a softmax over axis {over}, and in the example over {self.known.dims[place]}")
             flows = [(f.origin.number, f.factor, f.odd) for f in self.flows(logits) if f.origin.kind == "product"]
             flows.sort(key=lambda flow: flow[:2])
-            if known and (odd := [odd for *_, odd in flows if odd]):
+            products = [self.known.products[place] for place, _ in known]
+            attends = any(product is not None and product.query is not None for product in products)
+            if attends and (odd := [odd for *_, odd in flows if odd]):
                 self.refuse(f"takes its logits through {odd[0]} before the softmax")
             same = [
                 a[0] == b[0] and same_factor(a[1], b[1], rounded=self.rounded)
@@ -282,7 +295,7 @@ class _Preparing(Comparing):
                 self.refuse("takes a softmax of more than its product")
             planes = _Planes(logits, product, self.known.layout, shape)
         if mechanism.monitor is not None and not is_compiling():
-            self._show(q, k, logits, planes, product, kwargs.get("dim", args[1] if len(args) > 1 else -1))
+            self._show(q, k, logits, planes, product, -1 if dim is None else dim)
         if mechanism.fused:
             return func(*args, **kwargs)
         assert planes is not None
