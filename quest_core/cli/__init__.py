@@ -10,7 +10,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from .. import __version__
-from ..errors import QuestError
+from ..errors import QuestError, one_of
 from . import doctor, mechanisms, run, watch
 from .new import EXAMPLES, new
 
@@ -24,7 +24,7 @@ EPILOG = """examples:
   quest maps -- python predict.py             pictures of the attention of any script's model
   quest new-mechanism mine                    copy an example: a mechanism with its reference and tests
   quest new-plugin mylab                      copy an example: a plugin for a framework, with its tests
-  quest bench run toy/spurious --attention standard,quest     (after: pip install quest-bench)
+  quest bench ls                              benchmarks (after: pip install quest-bench quest-suites)
 """
 
 
@@ -52,6 +52,10 @@ def _run(arguments: list[str]) -> int:
         return int(getattr(watch, command)(arguments[1:]))
     if command in others:
         return int(others[command].load()(arguments[1:]))
+    if command == "bench":
+        raise QuestError("`quest bench` is a package of its own; pip install quest-bench quest-suites")
+    if command and not command.startswith("-") and command not in COMMANDS:
+        raise QuestError(f"no command '{command}'; {one_of(command, [*COMMANDS, *others])}")
     chosen = _parser(others).parse_args(arguments)
     return COMMANDS[chosen.command](chosen)
 

@@ -24,11 +24,8 @@ AXIS_TITLES = {
 def show() -> int:
     """Print every mechanism: those of quest-core, then those of each other distribution under its name."""
     for axis, title in AXIS_TITLES.items():
-        print(title)
-        for part in mechanisms().values():
-            if part.axis == axis and owner(part) == "quest-core":
-                print(*rows(part), sep="\n")
-        print()
+        if own := [part for part in mechanisms().values() if part.axis == axis and owner(part) == "quest-core"]:
+            print(title, *(row for part in own for row in rows(part)), "", sep="\n")
     for package in packages():
         print(f"Not usable: {package}" if package.problem else f"From {package.owner}")
         for part in mechanisms().values():
@@ -36,6 +33,7 @@ def show() -> int:
                 print(*rows(part), sep="\n")
         print()
     print("Join one of each with '+': quest+gqa(kv_heads=4). What is left out is standard, softmax, mha.")
+    print("Sinks, gates and more QK norms: pip install quest-zoo")
     return 0
 
 

@@ -29,9 +29,14 @@ def new(kind: str, name: str, out: Path) -> int:
         raise ConfigError(f"name is {name!r}, and there is {taken} already; choose another")
     folder = copy_example(f"third_party_{kind}", EXAMPLES[kind], name, out)
     print(f"wrote {folder}; next:")
-    print(f"  pip install -e {shlex.quote(f'{folder}[test]')}")
+    extras = "test" if kind == "mechanism" else "host,test"
+    print(f"  pip install -e {shlex.quote(f'{folder}[{extras}]')}")
     print(f"  python -m pytest {shlex.quote(str(folder))}")
-    print(f"  quest {'list' if kind == 'mechanism' else 'doctor'}      # it is there")
+    print(
+        "  quest list      # it is there"
+        if kind == "mechanism"
+        else "  quest doctor    # lacks stand_in, a host in tests/"
+    )
     return 0
 
 

@@ -40,7 +40,7 @@ KEY_NORM = re.compile(r"q?k_?(layer_?)?norm|key_?(layer_?)?norm|norm_?(k|key)|ln
 NARROW = 8
 """Features of a head up to which reports have a remark on unit keys."""
 NARROW_HEADS = (
-    "on text, unit keys were worse than standard in heads of 4 features, and not shown to be in heads of 8 "
+    "on text, unit keys were worse than standard in heads of 4 features, and not significantly in heads of 8 "
     "(https://quest-attention.github.io/quest/results/widths/)"
 )
 """What was measured of unit keys in narrow heads."""

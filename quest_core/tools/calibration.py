@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..compat import same_random_state
 from ..config import STANDARD, AttentionConfig, AttentionSpec
-from ..errors import ConfigError, InputError, UnsupportedError
+from ..errors import ConfigError, InjectionError, InputError, UnsupportedError
 from ..hosts.adapter import Adapter
 from ..hosts.finding import UNIVERSAL, WRITTEN_OUT
 from ..hosts.inject import inject
@@ -99,7 +99,13 @@ def calibrate(
         raise InputError("calibrate was given no batches; it measures key norms on a few inputs like those of training")
     with same_random_state(model), torch.no_grad():
         twin = copy.deepcopy(model).eval()
-        twin, replaced = inject(twin, _source(twin), adapter=adapter)
+        try:
+            twin, replaced = inject(twin, _source(twin), adapter=adapter)
+        except InjectionError as error:
+            raise InjectionError(
+                f"calibrate scales the projection of queries, and needs an adapter that knows it: {error}. Attention that "
+                "an example finds is fine-tuned without calibration"
+            ) from error
         if unknown := [row.path for row in replaced.replacements if row.adapter in (UNIVERSAL, WRITTEN_OUT)]:
             raise UnsupportedError(
                 f"calibrate scales the projection of queries, which an adapter knows; '{unknown[0]}' was found by an "

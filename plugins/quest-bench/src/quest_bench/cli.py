@@ -42,8 +42,8 @@ app = typer.Typer(
     name="quest bench",
     help="Run benchmark suites over attentions and seeds, and report them with intervals.\n\n"
     "Start with [bold]quest bench ls[/], then for example\n\n"
-    "[cyan]quest bench run toy/spurious --attention standard,quest --seeds 0-4 --out runs/toy[/]\n\n"
-    "[cyan]quest bench report runs/toy[/]",
+    "[cyan]quest bench run transformers/bytes-lm --attention standard,quest --seeds 0-4 --out runs/bytes[/]\n\n"
+    "[cyan]quest bench report runs/bytes[/]",
     rich_markup_mode="rich",
     no_args_is_help=True,
     add_completion=False,
@@ -176,9 +176,9 @@ def run(
 
     Examples:
 
-    [cyan]quest bench run toy/spurious --attention standard,quest --seeds 0-4 --out runs/toy[/]
+    [cyan]quest bench run transformers/bytes-lm --attention standard,quest --seeds 0-4 --out runs/bytes[/]
 
-    [cyan]quest bench run toy/spurious --attention quest --set samples=512,2048[/]   sweeps an option
+    [cyan]quest bench run transformers/bytes-lm --attention quest --set lr=0.001,0.003[/]   sweeps an option
 
     [cyan]quest bench run ts/uea --data UEA[/]   every dataset in the folder UEA
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import itertools
 import json
 import math
@@ -177,6 +178,8 @@ def suite_of(available: Catalogue, selector: str) -> Suite:
         return suites[name]
     broken = [r for r in available.records.values() if r.status != "ok" and not r.suites]
     hint = "".join(f"; plugin '{r.name}' is {r.status}: {r.detail}; fix: {r.fix}" for r in broken)
+    if importlib.util.find_spec("quest_research") is None:
+        hint += "; suites of the published studies come with a clone: pip install -e research"
     stem = max(("/".join(selector.split("/")[:i]) for i in (1, 2)), key=len)
     raise ConfigError(f"no suite '{selector}'; {one_of(stem, suites)}{hint}")
 
