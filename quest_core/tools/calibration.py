@@ -103,8 +103,8 @@ def calibrate(
             twin, replaced = inject(twin, _source(twin), adapter=adapter)
         except InjectionError as error:
             raise InjectionError(
-                f"calibrate scales the projection of queries, and needs an adapter that knows it: {error}. Attention that "
-                "an example finds is fine-tuned without calibration"
+                f"calibrate scales the projection of queries, and needs an adapter that knows it: {error}. Attention "
+                "that an example finds is fine-tuned without calibration"
             ) from error
         if unknown := [row.path for row in replaced.replacements if row.adapter in (UNIVERSAL, WRITTEN_OUT)]:
             raise UnsupportedError(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import quest_core
 from quest_core import AttentionConfig, QuestError
 from quest_core.mechanisms.naive import is_hidden
+from quest_core.registry import AXES, mechanisms
 from quest_core.testing.truth import truth
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -25,16 +26,13 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Subject:
-    """A row of the grid.
+    """A row of the grid; the classes of its parts say what tensors it takes.
 
     Attributes:
         name: of the row.
         spec: an attention specification; {g} stands for the number of key/value heads.
         groups: key/value heads for 4 query heads.
         training: whether the module is in training mode.
-        causal: whether it can be causal.
-        cross: whether N and M may differ.
-        key_masks: masks are of keys only.
         lengths: numbers of tokens that it takes.
     """
 
@@ -42,52 +40,57 @@ class Subject:
     spec: str
     groups: int = 4
     training: bool = False
-    causal: bool = True
-    cross: bool = True
-    key_masks: bool = False
     lengths: tuple[int, ...] = (7, 5, 12, 66)
-    key_features: int | None = None
 
     def config(self, heads: int = 4) -> AttentionConfig:
         return AttentionConfig.parse(self.spec.format(g=min(self.groups, heads)))
 
+    def can(self, promise: str) -> bool:
+        """Return whether all parts declare it."""
+        return all(getattr(part, promise) for part in self.config().components)
+
+    @property
+    def key_masks(self) -> bool:
+        """Whether masks are of keys only."""
+        return self.config().family is not None
+
+    @property
+    def key_features(self) -> int | None:
+        return self.config().components[0].key_features
+
+
+OPTIONS = {"dgqa": ", window=8", "aft-full": "max_length=80, rank=4", "aft-local": "max_length=80, rank=4, window=3"}
+"""Those that suit few tokens."""
+
 
 def _subjects() -> tuple[Subject, ...]:
-    def scored(text: str, **more: Any) -> Subject:
-        return Subject(text, text, **more)
+    """Each mechanism of the core, with `quest` where it needs a score, and further combinations and options."""
 
-    def grouped(text: str, **more: Any) -> Subject:
-        return Subject(text, f"{text}(kv_heads={{g}})", groups=2, **more)
+    def grouped(text: str, groups: int = 2) -> Subject:
+        return Subject(text, f"{text}(kv_heads={{g}}{OPTIONS.get(text.rpartition('+')[2], '')})", groups)
 
-    scores = ("standard", "quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm", "elliptical", "elliptical-quest")
-    rows = [scored(score) for score in scores]
-    rows += [scored(f"{score}+sigmoid") for score in ("standard", "quest")]
-    rows += [scored(f"{score}+sinkhorn", causal=False) for score in ("standard", "quest")]
-    rows += [grouped("quest+gqa"), scored("quest+mqa", groups=1), grouped("quest+kdgqa", causal=False)]
-    dynamic = "quest+dgqa(kv_heads={g}, window=8)"
-    rows += [
-        Subject("quest+dgqa", dynamic, groups=2),
-        Subject("quest+dgqa training", dynamic, groups=2, training=True),
-        grouped("quest+pgqa", causal=False),
-        Subject("quest+pgqa noiseless", "quest+pgqa(kv_heads={g}, noise_in_eval=false)", 2, causal=False),
-        grouped("elliptical-quest+sigmoid+gqa"),
-        Subject("elliptical+dgqa", "elliptical+dgqa(kv_heads={g}, window=8)", groups=2),
-        grouped("qknorm+sinkhorn+kdgqa", causal=False),
-        grouped("qknorm+gqa"),
-    ]
-    family: dict[str, Any] = {"key_masks": True}
-    rows += [scored("linear", **family), scored("cosine", **family), scored("aft-simple", **family)]
-    rows += [
-        Subject("aft-full", "aft-full(max_length=80, rank=4)", **family),
-        Subject("aft-full table", "aft-full(max_length=80, rank=null, query=false)", **family),
-        Subject("aft-local", "aft-local(max_length=80, rank=4, window=3)", cross=False, **family),
-        Subject("aft-conv", "aft-conv(window=3, dims=1)", causal=False, cross=False, key_features=1, **family),
-        Subject(
-            "aft-conv 2d", "aft-conv(window=3, dims=2, prefix=1)", causal=False, cross=False, key_features=1,
-            lengths=(10, 5, 17, 65), **family,
-        ),
-    ]  # fmt: skip
-    return tuple(rows)
+    rows = []
+    own = (part for part in mechanisms().values() if part.__module__.startswith("quest_core."))
+    for part in sorted(own, key=lambda part: AXES.index(part.axis)):  # in the order of registration within an axis
+        options = f"({OPTIONS[part.name]})" if part.name in OPTIONS else ""
+        if part.axis == "normalizer" and part.name != "softmax":
+            rows += [Subject(text, text) for text in (f"standard+{part.name}", f"quest+{part.name}")]
+        elif any(option.name == "kv_heads" for option in part.options):
+            rows.append(grouped(f"quest+{part.name}"))
+        elif part.name == "mqa":
+            rows.append(Subject("quest+mqa", "quest+mqa", groups=1))
+        elif part.axis in ("score", "family") and part.name != "aft-conv":
+            rows.append(Subject(part.name, part.name + options))
+    return (
+        *rows,
+        Subject("quest+dgqa training", f"quest+dgqa(kv_heads={{g}}{OPTIONS['dgqa']})", 2, training=True),
+        Subject("quest+pgqa noiseless", "quest+pgqa(kv_heads={g}, noise_in_eval=false)", 2),
+        Subject("quest+kdgqa of three", "quest+kdgqa(kv_heads={g})", 3),
+        *map(grouped, ("elliptical-quest+sigmoid+gqa", "elliptical+dgqa", "qknorm+sinkhorn+kdgqa", "qknorm+gqa")),
+        Subject("aft-full table", "aft-full(max_length=80, rank=null, query=false)"),
+        Subject("aft-conv", "aft-conv(window=3, dims=1)"),
+        Subject("aft-conv 2d", "aft-conv(window=3, dims=2, prefix=1)", lengths=(10, 5, 17, 65)),
+    )
 
 
 SUBJECTS = _subjects()
