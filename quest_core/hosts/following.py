@@ -262,33 +262,39 @@ class Following(TorchFunctionMode):
             changed = [
                 _odd_flow(f._replace(factor=f.factor * times, gate=f.gate * gate, frames=frames), why) for f in flows
             ]
-        else:
-            for flow in flows:
-                kind, why = flow.origin.kind, None
-                if kind == "softmax" and out.numel() > one.numel():
-                    flow.origin.uses.append("by entries")
-                    continue
-                frozen = isinstance(other, nn.Parameter) and not other.requires_grad
-                trained = learned and not frozen
-                flow.origin.multiplied |= kind == "product"
-                if kind == "product" and (trained or not self._hides(other)):
-                    why = LEARNED if learned else TENSOR
-                elif other is one:
-                    why = "square"
-                elif kind == "plain" and self._is_by_head(other, flow):
-                    why = TENSOR
-                elif flow.factor != 1 and any(f.origin is not ACTIVATION for f in self.flows(other)):
-                    why = "a factor, and a product after it"
-                changed.append(_odd_flow(flow, why))
-            own = {f.origin for f in flows}
-            for flow in _without_statistics(flows, self.flows(other)):
-                kind = flow.origin.kind
-                if kind == "softmax" and out.numel() > other.numel():
-                    flow.origin.uses += ["by entries"] if flow.entries is not None else []
-                elif kind == "softmax" or (kind == "product" and (_holds_numbers(other) or flow.origin in own)):
-                    changed.append(flow._replace(odd=flow.odd or "a quotient" if name == "div" else TENSOR))
+        elif isinstance(one, Tensor):
+            changed = self._scale_entries(name, one, other, out, learned=learned)
         self.note(out, _merge([_widen(f, out) for f in changed]))
         self._change_base(name, args, known, out)
+
+    def _scale_entries(self, name: str, one: Tensor, other: Any, out: Tensor, *, learned: bool) -> list[Flow]:
+        """Return what a product or quotient of entries leaves of the flows of both: weights that it applies end."""
+        flows, changed = self.flows(one), list[Flow]()
+        for flow in flows:
+            kind, why = flow.origin.kind, None
+            if kind == "softmax" and out.numel() > one.numel():
+                flow.origin.uses.append("by entries")
+                continue
+            frozen = isinstance(other, nn.Parameter) and not other.requires_grad
+            trained = learned and not frozen
+            flow.origin.multiplied |= kind == "product"
+            if kind == "product" and (trained or not self._hides(other)):
+                why = LEARNED if learned else TENSOR
+            elif other is one:
+                why = "square"
+            elif kind == "plain" and self._is_by_head(other, flow):
+                why = TENSOR
+            elif flow.factor != 1 and any(f.origin is not ACTIVATION for f in self.flows(other)):
+                why = "a factor, and a product after it"
+            changed.append(_odd_flow(flow, why))
+        own = {f.origin for f in flows}
+        for flow in _without_statistics(flows, self.flows(other)):
+            kind = flow.origin.kind
+            if kind == "softmax" and out.numel() > other.numel():
+                flow.origin.uses += ["by entries"] if flow.entries is not None else []
+            elif kind == "softmax" or (kind == "product" and (_holds_numbers(other) or flow.origin in own)):
+                changed.append(flow._replace(odd=flow.odd or "a quotient" if name == "div" else TENSOR))
+        return changed
 
     def _is_factor(self, one: Any, other: Any, out: Tensor) -> bool:
         """Return whether in a product of entries `other` is the tensor to follow, and `one` a factor on it."""
