@@ -371,6 +371,14 @@ def by_a_router(m, w, k):
     return heads(m, sum(gates[..., i : i + 1] * heads(m, k * (i + 1)) for i in range(3)))
 
 
+def normed_by_hand(m, w, k):
+    """RMSNorm of gated values, a router after it, and a softmax of products by entries that nothing reads."""
+    (w.mean(-1) * k.sum(-1)).softmax(-1), (k * heads(m, k)).sum(-1).softmax(-1)
+    x = k * heads(m, k).sigmoid()
+    x = x * ((x * x).mean(-1, keepdim=True) + 1e-6).rsqrt()
+    return k * heads(m, x).softmax(-1)[..., :1]
+
+
 LINKS = {
     "chosen": chosen,
     "sorted": lambda m, w, k: k[:, :, w.mean((0, 1, 2)).argsort()],
@@ -383,6 +391,12 @@ LINKS = {
     "weighed_by_entries": lambda m, w, k: heads(m, (w[..., None] * k[:, :, None]).sum(3)),
     "of_a_router": by_a_router,
     "of_parameters": lambda m, w, k: heads(m, w @ m.memory),
+    "normed": normed_by_hand,
+    "decayed": lambda m, w, k: ((w[None] * torch.tensor([0.5, 2.0]).to(w)[:, None, None, None, None]) @ k).sum(0),
+    "gated_means": lambda m, w, k: ((k @ k.mT).sigmoid()[:, 0] * w.mean(1))[:, None] @ k,
+    "shifted_means": lambda m, w, k: (w.mean(1) + (k @ k.mT)[:, 0])[:, None] @ k,
+    "over_keys": lambda m, w, k: k + F.linear(w, m.memory[0].mT) + F.linear(w[0, 0], k[0, 0].mT),
+    "diagonal": lambda m, w, k: k + torch.einsum("bhii,hg->bgi", w, m.mix)[..., None],
 }
 """How the keys and values of an attention may depend on the weights of the one before it."""
 
@@ -432,6 +446,18 @@ def top_k(m, q, k, v):
     logits = q @ k.mT * D**-0.5
     least = logits.topk(3, -1).values[..., -1:]
     return logits.masked_fill(logits < least, -math.inf).softmax(-1) @ v
+
+
+def in_one_buffer(m, q, k, v):
+    both = k.new_zeros(2, *k.shape)
+    both[0].copy_(k)
+    both[1].copy_(q * D**-0.5)
+    return (both[1] @ both[0].mT).softmax(-1) @ v
+
+
+def without_an_axis(m, q, k, v):
+    with pytest.warns(UserWarning, match="Implicit dimension"):
+        return F.softmax(q @ k.mT * D**-0.5) @ v  # over the heads
 
 
 def windows(x):
@@ -612,6 +638,12 @@ WRONG: dict[str, tuple[str, Spelling]] = {
     "product by entries and exponentials": (
         "exp",
         lambda m, q, k, v: normed((q[:, :, :, None] * k[:, :, None]).sum(-1).exp()) @ v,
+    ),
+    "factors in one buffer": ("a factor on its queries or keys is followed", in_one_buffer),
+    "an axis that is not given": ("slot", without_an_axis),
+    "a factor inside the sum": (
+        "by entries",
+        lambda m, q, k, v: (q[:, :, :, None] * k[:, :, None] * D**-0.5).double().sum(-1).float().softmax(-1) @ v,
     ),
     "windows by entries": (
         "by entries",

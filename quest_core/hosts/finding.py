@@ -100,7 +100,7 @@ class _Judge:
                 sorted(
                     (flow.origin.number - start, flow.factor)
                     for flow in softmax.terms
-                    if flow.origin in roles or not flow.origin.is_plain
+                    if flow.origin.number >= 0 and (flow.origin in roles or not flow.origin.is_plain)
                 )
             )
             for softmax in self.search.softmaxes[frame.begin[1] : frame.end[1]]

@@ -239,10 +239,13 @@ class Following(TorchFunctionMode):
     def _project(self, name: str, known: list[tuple[Tensor, Flows]], out: Tensor) -> None:
         """Begin at a linear layer or convolution, and remember which logits or weights it mixes."""
         flows = [flow for _, flows in known for flow in flows]
-        mixes = tuple(f.origin for f in flows if f.origin.kind == "product" and not f.origin.is_plain)
+        mixes = counted(flows)
         axis = PROJECTIONS[name] % out.dim()
-        weights = [_mix(f, axis, out) for f in flows if f.origin.kind == "softmax"]
-        self.new(out, Origin("plain", name, axis=axis, mixes=mixes), also=tuple(f for f in weights if f is not None))
+        weights = [f for f in flows if f.origin.kind == "softmax"]
+        mixed = [_mix(f, axis, out) for f in weights]
+        for flow, kept in zip(weights, mixed, strict=True):
+            flow.origin.uses += ["applied"] if kept is None else []
+        self.new(out, Origin("plain", name, axis=axis, mixes=mixes), also=tuple(f for f in mixed if f is not None))
 
     def _scale(self, name: str, args: Any, kwargs: Any, known: list[tuple[Tensor, Flows]], out: Tensor) -> None:
         """Follow a product or quotient of entries."""
@@ -272,7 +275,7 @@ class Following(TorchFunctionMode):
         flows, changed = self.flows(one), list[Flow]()
         for flow in flows:
             kind, why = flow.origin.kind, None
-            if kind == "softmax" and out.numel() > one.numel():
+            if kind == "softmax" and _applies(flow, one, self.flows(other), out):
                 flow.origin.uses.append("by entries")
                 continue
             frozen = isinstance(other, nn.Parameter) and not other.requires_grad
@@ -288,10 +291,12 @@ class Following(TorchFunctionMode):
                 why = "a factor, and a product after it"
             changed.append(_odd_flow(flow, why))
         own = {f.origin for f in flows}
-        for flow in _without_statistics(flows, self.flows(other)):
+        for flow in self.flows(other):
             kind = flow.origin.kind
-            if kind == "softmax" and out.numel() > other.numel():
-                flow.origin.uses += ["by entries"] if flow.entries is not None else []
+            if _is_statistic(flow, other, out) and _are_activation(flows, flow.origin):
+                continue
+            if kind == "softmax" and flow.origin not in own and _applies(flow, other, flows, out):
+                flow.origin.uses.append("by entries")
             elif kind == "softmax" or (kind == "product" and (_holds_numbers(other) or flow.origin in own)):
                 changed.append(flow._replace(odd=flow.odd or "a quotient" if name == "div" else TENSOR))
         return changed
@@ -366,7 +371,9 @@ class Following(TorchFunctionMode):
         if name in ("neg", "rsub"):
             return _merge([_widen(f._replace(factor=-f.factor), out) for f in flows])
         if name in KEEPS:
-            flows = _without_statistics(flows, flows) if self.places else flows
+            if self.places:
+                kept = _without_statistics(known, out)
+                flows = [f for f in flows if f.origin in kept]
             if name in ("add", "sub") and _mixes_factors(known):
                 flows = [_partial_flow(f) if f.origin.is_plain else f for f in flows]
             return _merge([_widen(f, out) for f in flows])
@@ -408,9 +415,9 @@ class Following(TorchFunctionMode):
         base, changes = target._base, name not in KEEPS and name != "setitem"
         writes = any(flows for x, flows in known[1:] if x is not target)
         if base is not None and (writes or (changes and self.flows(base))):
-            flows = self.flows(base) or tuple(f for x, flows in known[1:] for f in flows)
-            if name in WRITES and all(f.origin.kind == "plain" and f.factor == 1 for f in flows):  # a cache
-                self.note(base, tuple(f._replace(entries=None) for f in flows))
+            flows = _merge([*self.flows(base), *(f for x, flows in known[1:] for f in flows)])
+            if name in WRITES and all(f.origin.kind == "plain" and (f.factor, f.odd) == (1, None) for f in flows):
+                self.note(base, tuple(f._replace(entries=None) for f in flows))  # a cache
             else:
                 self._mark(base, flows, name)
         for x in [made() for made, _ in self.followed.values()] if changes else ():
@@ -483,8 +490,9 @@ def number(x: Any) -> float | None:
 
 
 def from_last(dim: int | None, axes: int) -> int:
-    """Return an axis of a softmax counted from the last one, -1; None is the last."""
-    return -1 if dim is None else dim if dim < 0 else dim - axes
+    """Return the axis of a softmax, counted from the last of `axes`, -1; None means what it means in PyTorch."""
+    dim = (0 if axes in (0, 1, 3) else 1) if dim is None else dim
+    return dim if dim < 0 else dim - max(axes, 1)
 
 
 def alpha(rest: dict[str, Any]) -> float:
@@ -649,10 +657,54 @@ def _widen(flow: Flow, out: Tensor) -> Flow:
         return flow._replace(entries=None)
 
 
-def _without_statistics(changed: Iterable[Flow], flows: Iterable[Flow]) -> list[Flow]:
-    """Return flows without those of numbers made from weights, such as means, that change an activation."""
-    changes = any(f.origin.kind == "plain" for f in changed)
-    return [f for f in flows if not (changes and f.origin.kind == "softmax" and f.entries is None)]
+def counted(flows: Iterable[Flow]) -> tuple[Origin, ...]:
+    """Return the products of two activations that are followed by their number, so not those by entries."""
+    return tuple(
+        f.origin for f in flows if f.origin.kind == "product" and not f.origin.is_plain and f.origin.number >= 0
+    )
+
+
+def _are_activation(flows: Flows, origin: Origin) -> bool:
+    """Return whether a tensor is an activation, which `origin` is not a part of."""
+    return any(f.origin.kind == "plain" for f in flows) and all(f.origin is not origin for f in flows)
+
+
+def _is_smaller(x: Tensor, out: Tensor) -> bool:
+    """Return whether a tensor is repeated for `out`, or was before."""
+    return x.numel() < out.numel() or (
+        x.layout == torch.strided and any(step == 0 for step, n in zip(x.stride(), x.shape, strict=True) if n > 1)
+    )
+
+
+def _is_statistic(flow: Flow, x: Tensor, out: Tensor) -> bool:
+    """Return whether `x` holds numbers made from weights or from a product by entries, such as means.
+
+    They may gate or shift an activation, which becomes neither weights nor logits by that.
+    """
+    if flow.origin.kind == "product":
+        return flow.origin.number < 0
+    return flow.origin.kind == "softmax" and flow.entries is None and _is_smaller(x, out)
+
+
+def _without_statistics(known: list[tuple[Tensor, Flows]], out: Tensor) -> set[Origin]:
+    """Return from what a sum is made, if statistics that shift an activation do not count."""
+    return {
+        flow.origin
+        for x, flows in known
+        for flow in flows
+        if not (_is_statistic(flow, x, out) and any(_are_activation(others, flow.origin) for _, others in known))
+    }
+
+
+def _applies(flow: Flow, weights: Tensor, others: Flows, out: Tensor) -> bool:
+    """Return whether a product by entries applies weights to values; a table before the axis of keys does not."""
+    if not _is_smaller(weights, out):
+        return False
+    index, axis = flow.entries, flow.origin.axis
+    if _are_activation(others, flow.origin) or index is None or axis is None or index.dim() != out.dim():
+        return True
+    keys = [dim for dim in range(out.dim()) if axis in varying(flow, dim)]
+    return not keys or any(index.shape[dim] != out.shape[dim] for dim in range(min(keys), out.dim()))
 
 
 def _keep_features(flow: Flow, out: Tensor) -> Flow:

@@ -15,17 +15,22 @@ from ..mechanism import Mechanism
 from .following import (
     ACTIVATION,
     BY_HAND,
+    KEEPS,
+    MOVES,
     NORMS,
     OTHER_PRODUCTS,
     PRODUCTS,
+    SCALES,
     SOFTMAX,
     Flow,
     Flows,
     Following,
     Origin,
     alpha,
+    counted,
     equation,
     factor_of,
+    from_last,
     is_product,
     name_of,
     operands,
@@ -183,13 +188,16 @@ class Search(Following):
         elif isinstance(out, Tensor) and (
             name in OTHER_PRODUCTS or (name in (*PRODUCTS, "linear") and self._are_projected([*tensors(args)][:2]))
         ):
-            self.new(out, Origin("product", name, frames=tuple(self.running)), odd=name)
+            if not self._apply_all(args):
+                self.new(out, Origin("product", name, frames=tuple(self.running)), odd=name)
         else:
             self.follow(name, func, args, kwargs, out)
-            if name == "mul" and isinstance(out, Tensor):
+            if name in SCALES and isinstance(out, Tensor):
                 self._by_entries(args, out)
-            elif name in ("sum", "mean"):
+            elif name in ("sum", "nansum", "mean"):
                 self._sum(args, kwargs, out)
+            elif name in MOVES | KEEPS and any(map(self._is_multiplied, tensors(args))):
+                self.multiplied |= {id(x): ref(x) for x in tensors((out,))}
         return out
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -224,18 +232,22 @@ class Search(Following):
     def _by_entries(self, args: Any, out: Tensor) -> None:
         """Remember a product by entries of two activations: queries times keys, or weights times values."""
         pair = [x for x in args if isinstance(x, Tensor) and x.numel() > 1 and not self.is_parameter(x)]
-        if len(pair) != 2:
-            return
-        for x in pair:
+        two = len(pair) == 2 and pair[0] is not pair[1]
+        for x in pair if two else ():
             if x.numel() < out.numel():
                 self._note_weights(x)
-        if self._are_projected(pair):
+        if any(map(self._is_multiplied, pair)) or (two and self._are_projected(pair)):
             self.multiplied[id(out)] = ref(out)
+
+    def _is_multiplied(self, x: Tensor) -> bool:
+        """Return whether a tensor holds products by entries of two activations."""
+        found = self.multiplied.get(id(x))
+        return found is not None and found() is x
 
     def _sum(self, args: Any, kwargs: Any, out: Tensor) -> None:
         """Begin at a sum over the features of a product by entries."""
         x: Tensor = args[0] if args else kwargs["input"]
-        if (found := self.multiplied.get(id(x))) is None or found() is not x:
+        if not self._is_multiplied(x):
             return
         given = kwargs.get("dim", args[1] if len(args) > 1 else None)
         dims = range(x.dim()) if given is None else (given,) if isinstance(given, int) else given
@@ -277,7 +289,7 @@ class Search(Following):
             parameter, other = letters[origin.learned.index(True)], letters[origin.learned.index(False)]
             own = [s for s in parameter if s in letters[2] and s not in other]
             origin.axis = letters[2].index(own[-1]) if own else None
-            origin.mixes = tuple(f.origin for x in pair for f in self.flows(x) if f.origin.kind == "product")
+            origin.mixes = counted(f for x in pair for f in self.flows(x))
         origin.frames = self._around(*pair)
         if origin.kind == "product":
             origin.operands = tuple(self._operand(x, s, letters) for x, s in zip(pair, letters, strict=False))
@@ -322,11 +334,18 @@ class Search(Following):
                 if flow.entries is not None and letters and axis is not None and flow.origin.shape[axis] > 1:
                     over = {s for place, s in enumerate(letters[i]) if axis in varying(flow, place)}
                     use = "applied" if over & set(contraction(letters)) else "kept"
-                if learned[1 - i] and use == "kept" and letters:
+                if learned[1 - i] and use == "kept" and letters and len({*letters[i]}) == len(letters[i]):
                     kept.append(_mixed(flow, letters[i], letters[2], out))
                 else:
                     flow.origin.uses.append(use)
         return found, kept
+
+    def _apply_all(self, args: Any) -> bool:
+        """Note that a product of another kind applies weights to values; return whether there are any."""
+        found = [f.origin for x in tensors(args) for f in self.flows(x) if f.origin.kind == "softmax"]
+        for origin in found:
+            origin.uses.append("applied")
+        return bool(found)
 
     def _owner(self, terms: Flows) -> Frame:
         """Return the innermost running module in which all products of some logits were formed."""
@@ -342,7 +361,7 @@ class Search(Following):
         logits = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         terms = tuple(flow for flow in self.flows(logits) if flow.origin.kind == "product" or flow.origin.mixes)
-        origin = Origin("softmax", SOFTMAX, axis=(-1 if dim is None else dim) % max(out.dim(), 1))
+        origin = Origin("softmax", SOFTMAX, axis=from_last(dim, out.dim()) % max(out.dim(), 1))
         own = tuple(flow for flow in terms if not any(isinstance(use, Softmax) for use in flow.origin.uses))
         owner = self._owner(own)
         if any(owner in flow.origin.frames for flow in terms if flow not in own):

@@ -295,7 +295,7 @@ class _Preparing(Comparing):
                 self.refuse("takes a softmax of more than its product")
             planes = _Planes(logits, product, self.known.layout, shape)
         if mechanism.monitor is not None and not is_compiling():
-            self._show(q, k, logits, planes, product, -1 if dim is None else dim)
+            self._show(q, k, logits, planes, product, from_last(dim, logits.dim()))
         if mechanism.fused:
             return func(*args, **kwargs)
         assert planes is not None
