@@ -51,16 +51,18 @@ def test_metrics_and_series_are_real_numbers():
     import numpy as np
     import torch
 
-    good = [3, np.float32(0.5), np.float64(2.5), torch.tensor([[2.0]]), -math.inf]
-    assert _numbers("m", good) == [3.0, 0.5, 2.5, 2.0, -math.inf]
-    assert math.isnan(_numbers("m", [math.nan])[0])
-    assert _numbers("m", torch.tensor([1, 2])) == [1.0, 2.0]
-    assert _numbers("m", []) == []
-    for bad in ("12.5", [1.0], None, 1j, torch.tensor([1.0, 2.0])):
-        with pytest.raises(TypeError, match=r"m is \[0.0, .*; expected real numbers \("):
-            _numbers("m", [0.0, bad])
-    with pytest.raises(TypeError, match=r"m is 1.0; expected real numbers \('float' object is not iterable\)"):
-        _numbers("m", 1.0)
+    good = {"a": 3, "b": np.float32(0.5), "c": torch.tensor([[2.0]], requires_grad=True), "d": -math.inf}
+    metrics, series = _numbers("s", good, {"x": torch.tensor([1, 2]), "y": (1, np.float64(2.5)), "z": []})
+    assert metrics == {"a": 3.0, "b": 0.5, "c": 2.0, "d": -math.inf}
+    assert series == {"x": [1.0, 2.0], "y": [1.0, 2.5], "z": []}
+    assert {type(value) for value in (*metrics.values(), *series["x"], *series["y"])} == {float}
+    for bad in ("12.5", [1.0], True, None, 1j, np.bool_(True), torch.tensor([1.0, 2.0])):
+        with pytest.raises(TypeError, match=r"suite 's': metric 'm' is .*, which is not a real number"):
+            _numbers("s", {"m": bad}, {})
+        with pytest.raises(TypeError, match=r"suite 's': value 1 of series 'm' is .*, which is not a real number"):
+            _numbers("s", {}, {"m": [0.0, bad]})
+    with pytest.raises(TypeError, match=r"suite 's': series 'm' is 1.0, which is not a list"):
+        _numbers("s", {}, {"m": 1.0})
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):
@@ -235,7 +237,7 @@ def test_a_cell_that_returns_no_number_has_failed(inside):
     assert app_main([*command, "--out", "out"]) == 1
     errors = {c.cell["options"]["mode"]: c.error for c in load_all(Path("out"))}
     assert "returned no 'score'" in str(errors["nothing"])
-    assert "metric 'score' is ['10.0']; expected real numbers (must be real number, not str)" in str(errors["text"])
+    assert errors["text"] == "TypeError: suite 'fake/suite': metric 'score' is '10.0', which is not a real number\n"
     assert results(Path("out")) == {}
 
 

@@ -18,7 +18,6 @@ Numbers: JSON has no NaN and no infinities; they are written as ``{"$float": "na
 
 from __future__ import annotations
 
-import array
 import contextlib
 import errno
 import fcntl
@@ -173,12 +172,11 @@ def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
 
     result = suite_run(cell, progress)
     seconds = time.perf_counter() - started
-    where = f"suite '{cell.suite}'"
-    metrics = {name: _numbers(f"{where}: metric '{name}'", [value])[0] for name, value in result.metrics.items()}
-    series = {name: _numbers(f"{where}: series '{name}'", values) for name, values in result.series.items()}
+    metrics, series = _numbers(cell.suite, result.metrics, result.series)
     if given["metric"] not in metrics:
         raise ValueError(
-            f"{where} returned no '{given['metric']}', its own metric; it returned {', '.join(metrics) or 'none'}"
+            f"suite '{cell.suite}' returned no '{given['metric']}', its own metric; "
+            f"it returned {', '.join(metrics) or 'none'}"
         )
     write_json(
         path.with_name("result.json"),
@@ -199,12 +197,24 @@ def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
     (workdir / STATE).unlink(missing_ok=True)
 
 
-def _numbers(name: str, values: Iterable[Any]) -> list[float]:
-    """Return values as floats. Tensors and arrays of one element are numbers; a text is not, which float() reads."""
-    try:
-        return array.array("d", values).tolist()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name} is {values!r:.80}; expected real numbers ({error})") from None
+def _numbers(
+    suite: str, metrics: Mapping[str, Any], series: Mapping[str, Any]
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Return the metrics and series of a result as floats. Tensors and arrays of one element are numbers."""
+
+    def number(where: str, value: Any) -> float:
+        found = value.item() if math.prod(getattr(value, "shape", (2,))) == 1 else value
+        if isinstance(found, bool) or not isinstance(found, int | float):
+            raise TypeError(f"suite '{suite}': {where} is {value!r:.80}, which is not a real number")
+        return float(found)
+
+    curves = {}
+    for name, values in series.items():
+        listed = values.tolist() if hasattr(values, "tolist") else values
+        if not isinstance(listed, list | tuple):
+            raise TypeError(f"suite '{suite}': series '{name}' is {values!r:.80}, which is not a list")
+        curves[name] = [number(f"value {place} of series '{name}'", value) for place, value in enumerate(listed)]
+    return {name: number(f"metric '{name}'", value) for name, value in metrics.items()}, curves
 
 
 def utc() -> str:
