@@ -29,14 +29,12 @@ def new(kind: str, name: str, out: Path) -> int:
         raise ConfigError(f"name is {name!r}, and there is {taken} already; choose another")
     folder = copy_example(f"third_party_{kind}", EXAMPLES[kind], name, out)
     print(f"wrote {folder}; next:")
-    extras = "test" if kind == "mechanism" else "host,test"
+    extras, look = "test", "quest list      # it is there"
+    if kind == "plugin":
+        extras, look = "host,test", "quest doctor    # lacks stand_in, a host in tests/"
     print(f"  pip install -e {shlex.quote(f'{folder}[{extras}]')}")
     print(f"  python -m pytest {shlex.quote(str(folder))}")
-    print(
-        "  quest list      # it is there"
-        if kind == "mechanism"
-        else "  quest doctor    # lacks stand_in, a host in tests/"
-    )
+    print(f"  {look}")
     return 0
 
 

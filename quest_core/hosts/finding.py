@@ -111,10 +111,8 @@ class _Judge:
         count = _period(products, terms)
         products, terms = products[: len(products) // count], terms[: len(terms) // count]
         multiplied = any(origin.multiplied for origin in self.search.products[start:stop])
-        site = replace(
-            facts, products=tuple(products), softmaxes=tuple(terms), dims=dims[: len(terms)], repeated=count > 1,
-            multiplied=multiplied,
-        )  # fmt: skip
+        flags: dict[str, Any] = {"repeated": count > 1, "multiplied": multiplied}
+        site = replace(facts, products=tuple(products), softmaxes=tuple(terms), dims=dims[: len(terms)], **flags)
         known = self.sites.get(frame.path)
         self.sites[frame.path] = site if known is None else known.join(site)
 

@@ -281,7 +281,7 @@ class Following(TorchFunctionMode):
             frozen = isinstance(other, nn.Parameter) and not other.requires_grad
             trained = learned and not frozen
             flow.origin.multiplied |= kind == "product"
-            if kind == "product" and (trained or not self._hides(other)):
+            if kind == "product" and isinstance(other, Tensor) and (trained or not self._hides(other)):
                 why = LEARNED if learned else TENSOR
             elif other is one:
                 why = "square"

@@ -119,7 +119,7 @@ class Search(Following):
         self.made = {id(x): ref(x) for x in (*model.parameters(), *model.buffers())}  # what PyTorch's functions made
         self.unseen: set[str] = set()  # paths of modules in which something else made a tensor
         self.lost: dict[int, ref[Tensor]] = {}  # such tensors, and what was made from them
-        self.multiplied: dict[int, ref[Tensor]] = {}  # products by entries of two projected activations
+        self.entrywise: dict[int, ref[Tensor]] = {}  # products by entries of two projected activations
 
     def run(self, example: Any, *, changed: bool = False) -> Search:
         """Run the model, on other values if `changed`. Random state and buffers stay as they were."""
@@ -196,8 +196,8 @@ class Search(Following):
                 self._by_entries(args, out)
             elif name in ("sum", "nansum", "mean"):
                 self._sum(args, kwargs, out)
-            elif name in MOVES | KEEPS and any(map(self._is_multiplied, tensors(args))):
-                self.multiplied |= {id(x): ref(x) for x in tensors((out,))}
+            elif name in MOVES | KEEPS and any(map(self._is_entrywise, tensors(args))):
+                self.entrywise |= {id(x): ref(x) for x in tensors((out,))}
         return out
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -236,18 +236,18 @@ class Search(Following):
         for x in pair if two else ():
             if x.numel() < out.numel():
                 self._note_weights(x)
-        if any(map(self._is_multiplied, pair)) or (two and self._are_projected(pair)):
-            self.multiplied[id(out)] = ref(out)
+        if any(map(self._is_entrywise, pair)) or (two and self._are_projected(pair)):
+            self.entrywise[id(out)] = ref(out)
 
-    def _is_multiplied(self, x: Tensor) -> bool:
+    def _is_entrywise(self, x: Tensor) -> bool:
         """Return whether a tensor holds products by entries of two activations."""
-        found = self.multiplied.get(id(x))
+        found = self.entrywise.get(id(x))
         return found is not None and found() is x
 
     def _sum(self, args: Any, kwargs: Any, out: Tensor) -> None:
         """Begin at a sum over the features of a product by entries."""
         x: Tensor = args[0] if args else kwargs["input"]
-        if not self._is_multiplied(x):
+        if not self._is_entrywise(x):
             return
         given = kwargs.get("dim", args[1] if len(args) > 1 else None)
         dims = range(x.dim()) if given is None else (given,) if isinstance(given, int) else given

@@ -213,7 +213,7 @@ class _Preparing(Comparing):
 
     def _hides(self, x: Any) -> bool:
         """Return whether a tensor may be a mask that the host multiplies logits by, as it did in the example."""
-        return not (isinstance(x, Tensor) and x.is_floating_point()) or self.known.multiplied
+        return not x.is_floating_point() or self.known.multiplied
 
     def finish(self) -> None:
         """Raise UnsupportedError unless all products and softmaxes of the example took place."""
