@@ -112,7 +112,8 @@ def check(config, tmp_path):
     exact = all(torch.equal(one.nan_to_num(), two.nan_to_num()) for one, two in zip(loaded, want, strict=True))
     as_loaded = exactly if exact else {"rtol": 1e-5, "atol": 3e-6, "equal_nan": True}  # hy_v4 is not, by itself
     torch.testing.assert_close(outputs(again), got, **as_loaded)
-    moved = any(not torch.allclose(one, other, atol=1e-6) for one, other in zip(got, want, strict=True))
+    pairs = zip(got, want, strict=True)  # of other lengths in vits, whose attention predicts durations
+    moved = any(one.shape != other.shape or not torch.allclose(one, other, atol=1e-6) for one, other in pairs)
     return made, moved, bool(truth)
 
 
