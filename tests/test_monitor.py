@@ -329,13 +329,6 @@ def test_collect_gives_plain_values_by_path():
     assert type(flat["layers.1.self_attn/max_logit/head3"]) is float
 
 
-def test_layers_that_did_not_run_are_left_out():
-    model = encoder()
-    with Monitor(model) as monitor:
-        model.layers[1](torch.randn(2, 5, 8))
-    assert list(monitor.collect()) == ["layers.1.self_attn"]
-
-
 def test_norms_and_bound_without_the_logits():
     m, (q, k, v) = mechanism("quest(scale=2)"), inputs()
     with Monitor(m, logits=False) as monitor:
