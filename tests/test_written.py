@@ -58,6 +58,21 @@ class Model(nn.Module):
         return x
 
 
+class Core(nn.Module):
+    """A module without parameters that attends."""
+
+    def forward(self, q, k, v):
+        return (q @ k.mT * D**-0.5).softmax(-1) @ v
+
+
+def computing(formula, model):
+    """A copy of a model whose layers compute a formula."""
+    made = copy.deepcopy(model)
+    for layer in made.layers:
+        layer.spelling = formula
+    return made
+
+
 def weights(q, k, bias=0.0):
     """The formula by hand: softmax(q k̄ᵀ + bias)."""
     logits = torch.einsum("bhid,bhjd->bhij", q, k / k.norm(dim=-1, keepdim=True)) + bias
@@ -296,7 +311,20 @@ def joined(x):
     return x.transpose(1, 2).flatten(2)
 
 
+TABLE, SHRINK = torch.rand(N, D), torch.randn(N, 3)
 RIGHT |= {
+    "queries_that_are_parameters_and_a_table_that_no_module_holds": (  # the scale may be any
+        lambda m, q, k, v: SOFTMAX(m.memory @ (k + TABLE.to(k)).mT) @ v,
+        lambda m, q, k, v: quest(m.memory.expand_as(q), k + TABLE, v),
+    ),
+    "keys_that_a_layer_makes_fewer": (  # Linformer; they are no channels
+        lambda m, q, k, v: SOFTMAX(q @ (k.mT @ SHRINK.to(k)) * D**-0.5) @ (v.mT @ SHRINK.to(k)).mT,
+        lambda m, q, k, v: quest(q, (k.mT @ SHRINK.to(k)).mT, (v.mT @ SHRINK.to(k)).mT),
+    ),
+    "inside_of_vmap": (
+        lambda m, q, k, v: torch.vmap(lambda q, k, v: SOFTMAX(q @ k.mT * D**-0.5) @ v)(q, k, v),
+        lambda m, q, k, v: quest(q, k, v),
+    ),
     "relative_positions": (
         lambda m, q, k, v: SOFTMAX((q @ k.mT + q @ positions(m).mT) * D**-0.5) @ v,
         lambda m, q, k, v: quest(q, k, v, (q @ positions(m).mT) * D**-0.5),
@@ -735,27 +763,21 @@ def gradients(model, x):
 def test_right(name):
     spelling, formula = RIGHT[name]
     model, x = make(spelling)
-    stock = copy.deepcopy(model)
+    by_hand = computing(formula, model).eval().double()
     standard, _ = quest_core.inject(copy.deepcopy(model), "standard", example=x)
-    for got, wanted in zip(gradients(standard, x), gradients(stock, x), strict=True):
+    for got, wanted in zip(gradients(standard, x), gradients(model, x), strict=True):
         assert torch.equal(got, wanted)
+    model.zero_grad()
     model, report = quest_core.inject(model.eval(), "quest", example=x)
     assert [row.adapter for row in report.replacements] == ["written out"] * 2
-    by_hand = copy.deepcopy(stock).eval().double()
-    for layer in by_hand.layers:
-        layer.spelling = formula
     torch.testing.assert_close(model(x).double(), by_hand(x.double()), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_module_without_parameters_gets_its_mechanism_where_the_queries_are(device):
-    class Attend(nn.Module):
-        def forward(self, q, k, v):
-            return (q @ k.mT * D**-0.5).softmax(-1) @ v
-
     model = Model(lambda m, q, k, v: m.attend(q, k, v))
     for layer in model.layers:
-        layer.attend = Attend()
+        layer.attend = Core()
     model.to(device, torch.bfloat16)
     x = torch.randn(B, N, H * D, device=device, dtype=torch.bfloat16)
     quest_core.inject(model, "qknorm", example=x)
@@ -764,7 +786,7 @@ def test_a_module_without_parameters_gets_its_mechanism_where_the_queries_are(de
 
 
 def test_without_values_cosines_are_not_taken_for_products():
-    model, x = make(lambda m, q, k, v: (cosines(q, k) * 10).softmax(-1) @ v)
+    model, x = make(WRONG["cosines"][1])
     with pytest.raises(UnsupportedError, match="tensors without values.*cosines; run the example on a CPU"):
         quest_core.inject(model.to("meta"), "quest", example=x.to("meta"))
 
@@ -887,7 +909,7 @@ def test_a_checkpoint_inside_is_refused():
 
 def changed(m, q, k, v, way=""):
     logits = k @ q.mT if way == "swapped" else q @ k.mT
-    logits = logits * (0.3 if way == "factor" else D**-0.5)
+    logits = logits * {"factor": 0.3, "near factor": 1.003 * D**-0.5}.get(way, D**-0.5)
     logits = logits.tanh() if way == "function" else logits
     if way in ("samples", "heads"):
         logits = logits * (q.new_tensor([[1.0], [2.0]]) if way == "samples" else m.temperature.exp())[..., None, None]
@@ -899,10 +921,12 @@ def changed(m, q, k, v, way=""):
         return (logits.softmax(-1) @ logits.softmax(-1)) @ v
     if way == "mask":
         logits = logits.masked_fill(torch.ones(N, N, dtype=torch.bool).triu(1), -math.inf)
-    return logits.softmax(-1) @ v
+    return logits.softmax(-1) @ v + (F.scaled_dot_product_attention(q, v, v) if way == "a call too" else 0)
 
 
-@pytest.mark.parametrize("way", ["factor", "function", "path", "longer", "samples", "heads", "queries"])
+@pytest.mark.parametrize(
+    "way", ["factor", "near factor", "function", "path", "longer", "samples", "heads", "queries", "a call too"]
+)
 def test_another_way_than_in_the_example_is_refused(way):
     model, x = make(changed)
     quest_core.inject(model, "quest", example=x)
@@ -952,44 +976,20 @@ def test_parts_of_a_view_that_is_scaled_are_scaled():
         quest_core.inject(model, "quest", example=x)
 
 
-def test_tensors_that_no_module_holds_hide_no_factor():
-    """Queries that are parameters, and a table that no module holds: the scale may be any."""
-    table = torch.rand(N, D)
-    model, x = make(lambda m, q, k, v: (m.memory @ (k + table).mT).softmax(-1) @ v)
-    model.eval()
-    wanted = make(lambda m, q, k, v: quest(m.memory.expand(B, H, N, D), k + table, v))[0].eval()(x)
-    quest_core.inject(model, "quest", example=x)
-    torch.testing.assert_close(model(x), wanted)
-
-
 def test_one_forward_has_one_scale():
     model, x = make(lambda m, q, k, v: (q @ k.mT * D**-0.5).softmax(-1) @ ((k @ q.mT * 0.1).softmax(-1) @ v))
     with pytest.raises(UnsupportedError, match="products with two scales"):
         quest_core.inject(model, "quest", example=x)
 
 
-def stable(m, q, k, v, near=None, call=False):
-    logits = q @ k.mT * (near or D**-0.5)
-    weights = (logits - logits.amax(-1, keepdim=True).detach()).softmax(-1)
-    return weights @ v + (F.scaled_dot_product_attention(q, v, v) if call else 0)
-
-
 def test_logits_of_which_the_largest_is_subtracted_are_not_those_of_a_sigmoid():
-    model, x = make(stable)
+    model, x = make(in_place)
     with pytest.raises(UnsupportedError, match="needs logits of queries and keys only"):
         quest_core.inject(model, "quest+sigmoid", example=x)
     quest_core.inject(model, "quest", example=x)
     with quest_core.Monitor(model) as monitor:
         model(x)
         assert "subtracts a number from the logits" in str(monitor.unseen())
-
-
-@pytest.mark.parametrize("how", [{"near": 1.003 * D**-0.5}, {"call": True}])
-def test_a_factor_that_is_near_and_a_call_beside_are_refused(how):
-    model, x = make(stable)
-    quest_core.inject(model, "quest", example=x)
-    with pytest.raises(UnsupportedError, match=r"'layers.0' .* not written as in the example"):
-        model(x, **how)
 
 
 class Recomputing(torch.autograd.Function):
@@ -1028,11 +1028,7 @@ def test_a_softmax_with_a_type_or_a_place_for_its_result(place):
         return (torch.softmax(logits, -1, torch.float64) @ v.double()).float()
 
     model, x = make(spelling)
-    by_hand = copy.deepcopy(model)
-    for layer in by_hand.layers:
-        layer.spelling = lambda m, q, k, v: (
-            (torch.einsum("bhid,bhjd->bhij", q, k / k.norm(dim=-1, keepdim=True)) - math.log(N)).sigmoid() @ v
-        )
+    by_hand = computing(lambda m, q, k, v: (q @ F.normalize(k, dim=-1).mT - math.log(N)).sigmoid() @ v, model)
     with torch.no_grad():
         quest_core.inject(model, "quest+sigmoid", example=x)
         torch.testing.assert_close(model(x), by_hand(x))
@@ -1046,17 +1042,6 @@ def test_a_module_of_a_sites_class_that_did_not_run_is_refused():
     x = torch.randn(B, N, H * D)
     with pytest.raises(InjectionError, match=r"leave 1 as they are.*'layers.1'"):
         quest_core.inject(Dropped(scale_after_product), "quest", example=x)
-
-
-def test_keys_that_a_layer_makes_fewer_are_no_channels():
-    """Linformer."""
-    shrink = torch.randn(N, 3)
-    model, x = make(lambda m, q, k, v: (q @ (k.mT @ shrink) * D**-0.5).softmax(-1) @ (v.mT @ shrink).mT)
-    by_hand = copy.deepcopy(model)
-    for layer in by_hand.layers:
-        layer.spelling = lambda m, q, k, v: quest(q, (k.mT @ shrink).mT, (v.mT @ shrink).mT)
-    quest_core.inject(model, "quest", example=x)
-    torch.testing.assert_close(model(x), by_hand(x))
 
 
 def test_a_second_run_that_fails_is_named():
@@ -1073,18 +1058,6 @@ def test_a_second_run_that_fails_is_named():
         quest_core.inject(model, "quest", example=x)
 
 
-def test_vmap_inside_of_a_module():
-    def one(q, k, v):
-        return (q @ k.mT * D**-0.5).softmax(-1) @ v
-
-    model, x = make(lambda m, q, k, v: torch.vmap(one)(q, k, v))
-    by_hand = copy.deepcopy(model)
-    for layer in by_hand.layers:
-        layer.spelling = lambda m, q, k, v: quest(q, k, v)
-    quest_core.inject(model, "quest", example=x)
-    torch.testing.assert_close(model(x), by_hand(x))
-
-
 @pytest.mark.parametrize("attend", ["written out", "universal"])
 def test_the_site_is_where_the_host_multiplies_queries_by_its_factor(attend):
     class Inner(nn.Module):
@@ -1096,9 +1069,7 @@ def test_the_site_is_where_the_host_multiplies_queries_by_its_factor(attend):
     model, x = make(lambda m, q, k, v: m.inner(q * m.factor, k, v))
     for layer in model.layers:
         layer.factor, layer.inner = D**-0.5, Inner()
-    by_hand = copy.deepcopy(model)
-    for layer in by_hand.layers:
-        layer.spelling = lambda m, q, k, v: quest(q, k, v)
+    by_hand = computing(lambda m, q, k, v: quest(q, k, v), model)
     _, report = quest_core.inject(model, "quest", example=x)
     assert [(row.path, row.adapter) for row in report.replacements] == [(f"layers.{i}", attend) for i in (0, 1)]
     torch.testing.assert_close(model(x), by_hand(x))
@@ -1114,9 +1085,7 @@ def test_a_scaled_part_may_be_added_later_to_what_has_no_factor():
         return ((q + part * v if part else q) @ k.mT * D**-0.5).softmax(-1) @ v
 
     model, x = make(spelling)
-    by_hand = copy.deepcopy(model)
-    for layer in by_hand.layers:
-        layer.spelling = lambda m, q, k, v, part: quest(q + part * v, k, v)
+    by_hand = computing(lambda m, q, k, v, part: quest(q + part * v, k, v), model)
     quest_core.inject(model, "quest", example=x)
     torch.testing.assert_close(model(x, part=2.0), by_hand(x, part=2.0))
 
@@ -1294,10 +1263,7 @@ def test_a_monitor_sees_the_logits_of_the_host(name, attention):
         wanted.append({n: pytest.approx(r.reshape(-1).tolist(), rel=2e-5, abs=2e-6) for n, r in each.items()})
         return w @ v
 
-    stock = copy.deepcopy(model).eval().double()
-    for layer in stock.layers:
-        layer.spelling = by_hand
-    stock(x.double())
+    computing(by_hand, model).eval().double()(x.double())
     plain, _ = quest_core.inject(model.eval(), attention, example=x)
     out = plain(x)
     with quest_core.Monitor(plain) as monitor:
@@ -1317,29 +1283,6 @@ def test_a_monitor_watches_compiled_models():
         assert found == pytest.approx(monitor.collect(flat=True))
 
 
-class Core(nn.Module):
-    def forward(self, q, k, v):
-        return (q @ k.mT * D**-0.5).softmax(-1) @ v
-
-
-class Around(Attention):
-    def __init__(self):
-        super().__init__(lambda m, q, k, v: m.core(q, k, v))
-        self.core = Core()
-
-
-class Decoding(Attention):
-    """One token after the other; the first one sees one key."""
-
-    def __init__(self):
-        super().__init__(self.steps)
-        self.step = Core()
-
-    def steps(self, m, q, k, v):
-        tokens = range(1, N + 1)
-        return torch.cat([self.step(q[:, :, i - 1 : i], k[:, :, :i], v[:, :, :i]) for i in tokens], 2)
-
-
 def test_an_example_of_one_value_does_not_show_positions():
     model, _ = make(RIGHT["relative_positions"][0])
     with pytest.raises(UnsupportedError, match="use an example whose values differ"):
@@ -1347,15 +1290,21 @@ def test_an_example_of_one_value_does_not_show_positions():
 
 
 def test_a_step_with_one_key_says_no_less_than_the_others():
-    model, x = Decoding(), torch.randn(B, N, H * D)
-    want = Attention(lambda m, q, k, v: quest(q, k, v, torch.full((N, N), -math.inf).triu(1)))
+    """One token after the other; the first one sees one key."""
+
+    def steps(m, q, k, v):
+        return torch.cat([m.core(q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1]) for i in range(N)], 2)
+
+    model, x = Attention(steps), torch.randn(B, N, H * D)
+    model.core = Core()
+    want = Attention(lambda m, q, k, v: quest(q, k, v, CAUSAL))
     want.load_state_dict(model.state_dict())
     quest_core.inject(model, "quest", example=x)
     torch.testing.assert_close(model(x), want(x))
 
 
 def test_scripted_modules_beside_an_attention_run():
-    model = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(H * D, H * D))), Around())
+    model = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(H * D, H * D))), Attention(scale_after_product))
     quest_core.inject(model, "quest", example=torch.randn(B, N, H * D))
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
 
