@@ -500,17 +500,6 @@ def test_copies_pickles_and_checkpoints(make):
     assert len(warned) == 1
 
 
-@MODELS
-def test_injecting_again(make):
-    model, inputs = make()
-    stock = copy.deepcopy(model)
-    quest_core.inject(model, "quest", example=inputs)
-    quest_core.inject(model, "standard")  # sites are known now
-    torch.testing.assert_close(model(*inputs), stock(*inputs))
-    quest_core.inject(model, "qnorm", example=inputs)
-    assert not torch.equal(model(*inputs), stock(*inputs))
-
-
 def test_names_classes_hooks_modes_and_buffers_stay():
     class Counting(CausalSelfAttention):
         def __init__(self):
