@@ -290,17 +290,6 @@ def test_shipped_configs_build_the_papers_models(name):
     assert model.model.attention_report.attention == "quest"
 
 
-def test_load_cfg_accepts_what_can_be_built(tmp_path):
-    path = tmp_path / "own.yaml"
-    path.write_text(SMALL)
-    state = torch.get_rng_state()
-    for opts in (("gt.attention", "quest"), ("gt.attention", "elliptical"), ("gt.attention", "qknorm+mqa")):
-        set_cfg(cfg)
-        load_cfg(cfg, SimpleNamespace(cfg_file=str(path), opts=list(opts)))
-        assert cfg.gt.attention == opts[1]
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_gps_conv_takes_attention_from():
     stock = GPSConv(16, None, heads=4).state_dict()
     conv = GPSConv(16, None, heads=4, attn_kwargs={"attention": "quest(kv_heads=2)", "attention_from": "standard"})
@@ -424,14 +413,12 @@ def test_plain_graphgym_takes_any_network_and_names_the_run_after_its_attention(
 
 def test_graphgps_names_the_run_after_its_attention(tmp_path):
     """Its main makes the folder's name of the config's and `name_tag`."""
-    path = tmp_path / "own.yaml"
-    path.write_text(SMALL)
-    tags = []
-    for opts in ((), ("gt.attention", "quest"), ("gt.attention", "quest(kv_heads=2)", "name_tag", "mine")):
-        set_cfg(cfg)
-        load_cfg(cfg, SimpleNamespace(cfg_file=str(path), opts=list(opts)))
+    tags, state = [], torch.get_rng_state()
+    for opts in ("", "gt.attention elliptical", "gt.attention quest(kv_heads=2) name_tag mine"):
+        load(tmp_path, SMALL, *opts.split())
         tags.append(cfg.name_tag)
-    assert tags == ["", "quest", "mine-quest+gqa-kv_heads=2"]
+    assert tags == ["", "elliptical", "mine-quest+gqa-kv_heads=2"]
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 OWN = """
