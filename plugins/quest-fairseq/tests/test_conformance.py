@@ -69,14 +69,6 @@ class TestTranslation(AdapterConformance, sites=6, refused=("sinkhorn", "aft-ful
         return (one, lengths, target), (other, lengths, target), lambda out: out
 
 
-def test_sites_say_what_they_are():
-    found = list(FairseqAdapter().sites(build("transformer", *MT)))
-    kinds = {site.path: (site.capabilities.causal, site.capabilities.cross) for site in found}
-    assert kinds["encoder.layers.0.self_attn"] == (False, False)
-    assert kinds["decoder.layers.1.self_attn"] == (True, False)
-    assert kinds["decoder.layers.1.encoder_attn"] == (True, True)
-
-
 @pytest.mark.parametrize(
     ("extra", "reason"),
     [(["--quant-noise-pq", "0.1"], "quant_noise"), (["--cross-self-attention", "--no-cross-attention"], "cross_self")],
