@@ -317,7 +317,7 @@ RIGHT |= {
         lambda m, q, k, v: SOFTMAX(m.memory @ (k + TABLE.to(k)).mT) @ v,
         lambda m, q, k, v: quest(m.memory.expand_as(q), k + TABLE, v),
     ),
-    "keys_that_a_layer_makes_fewer": (  # Linformer; they are no channels
+    "keys_that_a_layer_makes_fewer": (  # Linformer
         lambda m, q, k, v: SOFTMAX(q @ (k.mT @ SHRINK.to(k)) * D**-0.5) @ (v.mT @ SHRINK.to(k)).mT,
         lambda m, q, k, v: quest(q, (k.mT @ SHRINK.to(k)).mT, (v.mT @ SHRINK.to(k)).mT),
     ),
