@@ -225,6 +225,18 @@ def test_with_cp_gives_the_same_gradients(attention):
         torch.testing.assert_close(grads[1][name], grad, msg=name)
 
 
+def test_mmengine_activation_checkpointing():
+    from mmengine.runner.activation_checkpointing import turn_on_activation_checkpointing
+
+    plain, cheap = build(attention="quest"), build(attention="quest")
+    turn_on_activation_checkpointing(cheap, ["backbone.layers.0", "decode_head.layers.1"])
+    for model in (plain, cheap):
+        loss(model).backward()
+    want = dict(plain.named_parameters())
+    for name, parameter in cheap.named_parameters():
+        torch.testing.assert_close(parameter.grad, want[name].grad)
+
+
 # --- mechanisms on the grid -----------------------------------------------------------------------------------------
 
 
