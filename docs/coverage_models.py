@@ -28,6 +28,11 @@ def images(side: int = 64, *more: int) -> Tensor:
     return torch.randn(2, 3, *more, side, side)
 
 
+def _known(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return those of the options that a constructor takes."""
+    return {name: options[name] for name in inspect.signature(kind).parameters if name in options}
+
+
 def torchvision() -> Models:
     """The classifiers, of images and of videos: the first model of each module."""
     from torchvision import models
@@ -86,8 +91,7 @@ def vit_pytorch() -> Models:
 
 
 def _vit(kind: type[nn.Module]) -> Built:
-    known = inspect.signature(kind).parameters.keys() & VIT_OPTIONS.keys()
-    model = kind(**{name: VIT_OPTIONS[name] for name in known}).eval()
+    model = kind(**_known(kind, VIT_OPTIONS)).eval()
     parameters = inspect.signature(kind.forward).parameters
     required = [name for name, one in parameters.items() if one.default is one.empty and name != "self"]
     failed: Exception | None = None
@@ -159,117 +163,76 @@ def x_transformers() -> Models:
 # --- diffusers --------------------------------------------------------------------------------------------------------
 
 
+DIFFUSERS_SIZES: dict[str, Any] = {
+    **dict.fromkeys(("num_layers", "num_attention_heads"), 2),
+    **dict.fromkeys(("num_single_layers", "num_mmdit_layers", "num_single_dit_layers", "num_refiner_layers"), 1),
+    **dict.fromkeys(("in_channels", "out_channels"), 4),
+    **dict.fromkeys(("cross_attention_dim", "joint_attention_dim", "pooled_projection_dim", "caption_channels"), 32),
+    **dict.fromkeys(
+        ("caption_projection_dim", "text_dim", "text_embed_dim", "cap_feat_dim", "freq_dim", "ffn_dim"), 32
+    ),
+    **{"attention_head_dim": 16, "sample_size": 16, "block_out_channels": (32, 64), "layers_per_block": 1},
+    **{"norm_num_groups": 8, "axes_dims_rope": (4, 6, 6)},
+}
+"""Arguments of the constructors, by name."""
+
+
 def diffusers() -> Models:
     """The models that users train most."""
-    plain = {"sample_size": 16, "block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 8}
-    unet = {**plain, "cross_attention_dim": 32, "attention_head_dim": 4}
-    heads = {"num_attention_heads": 2, "attention_head_dim": 16}
-    time = torch.tensor([1, 2])
-    latents, text = torch.randn(2, 4, 16, 16), torch.randn(2, 7, 32)
-    ids = {"img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(7, 3)}
-    two = ("CrossAttnDownBlock2D", "DownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D")
-    three = ("CrossAttnDownBlock3D", "DownBlock3D"), ("UpBlock3D", "CrossAttnUpBlock3D")
-    plains = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
+    image, video, tokens = torch.randn(2, 4, 16, 16), torch.randn(2, 4, 4, 16, 16), torch.randn(2, 16, 4)
+    known = {
+        **{"timestep": torch.tensor([1.0, 2.0]), "class_labels": torch.tensor([1, 2]), "added_cond_kwargs": {}},
+        **{"encoder_hidden_states": torch.randn(2, 7, 32), "pooled_projections": torch.randn(2, 32)},
+        **dict.fromkeys(("encoder_attention_mask", "encoder_hidden_states_mask"), torch.ones(2, 7, dtype=torch.bool)),
+        **{"img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(7, 3), "img_shapes": [(1, 4, 4)] * 2},
+        **{"num_frames": 2, "height": 4, "width": 4},
+    }
+    text = ("timestep", "encoder_hidden_states")
 
-    def blocks(kinds: tuple[tuple[str, ...], tuple[str, ...]]) -> dict[str, Any]:
-        return {"down_block_types": kinds[0], "up_block_types": kinds[1]}
+    def unet(kind: str, size: str) -> dict[str, Any]:
+        down, up = (f"{kind}DownBlock{size}", f"DownBlock{size}"), (f"UpBlock{size}", f"{kind}UpBlock{size}")
+        return {"down_block_types": down, "up_block_types": up, "num_attention_heads": None, "attention_head_dim": 4}
 
-    table: dict[str, tuple[dict[str, Any], Any]] = {
-        "UNet2DModel": ({**plain, **blocks(plains), "attention_head_dim": 8}, (images(16), 1)),
-        "UNet2DConditionModel": ({**unet, **blocks(two)}, (latents, time, text)),
-        "UNet3DConditionModel": ({**unet, **blocks(three)}, (torch.randn(2, 4, 4, 16, 16), time, text)),
-        "AutoencoderKL": ({"block_out_channels": (32,), "norm_num_groups": 8}, (images(16),)),
-        "DiTTransformer2DModel": (
-            {**heads, "in_channels": 4, "sample_size": 16, "num_layers": 2, "norm_num_groups": 8},
-            {"hidden_states": latents, "timestep": time, "class_labels": time},
-        ),
-        "PixArtTransformer2DModel": (
-            {**heads, "sample_size": 16, "num_layers": 2, "cross_attention_dim": 32, "caption_channels": 32},
-            {"hidden_states": latents, "timestep": time, "encoder_hidden_states": text, "added_cond_kwargs": {}},
-        ),
+    lumina = {"hidden_size": 24, "num_attention_heads": 3, "num_kv_heads": 1, "axes_dim_rope": (4, 2, 2)}
+    frames = {"sample_width": 16, "sample_height": 16, "sample_frames": 5, "max_text_seq_length": 7}
+    # Model -> arguments that differ, the first input, and the names of the others.
+    table: dict[str, tuple[dict[str, Any], Tensor, tuple[str, ...]]] = {
+        "UNet2DModel": ({**unet("Attn", "2D"), "attention_head_dim": 8}, image, ("timestep",)),
+        "UNet2DConditionModel": (unet("CrossAttn", "2D"), image, text),
+        "UNet3DConditionModel": (unet("CrossAttn", "3D"), video, text),
+        "AutoencoderKL": ({"block_out_channels": (32,)}, image, ()),
+        "DiTTransformer2DModel": ({}, image, ("timestep", "class_labels")),
+        "PixArtTransformer2DModel": ({}, image, (*text, "added_cond_kwargs")),
         "Transformer2DModel": (
-            {**heads, "in_channels": 32, "norm_num_groups": 8, "cross_attention_dim": 32},
-            (torch.randn(2, 32, 8, 8), text),
+            {"num_layers": 1, "in_channels": 32, "out_channels": 32, "caption_channels": None},
+            torch.randn(2, 32, 8, 8),
+            ("encoder_hidden_states",),
         ),
-        "SD3Transformer2DModel": (
-            {
-                **{"sample_size": 16, "in_channels": 4, "num_layers": 2, "attention_head_dim": 8},
-                **{"num_attention_heads": 4, "caption_projection_dim": 32, "joint_attention_dim": 32},
-                **{"pooled_projection_dim": 64, "out_channels": 4},
-            },
-            (latents, text, torch.randn(2, 64), time),
-        ),
-        "FluxTransformer2DModel": (
-            {
-                **{"in_channels": 4, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16},
-                **{"num_attention_heads": 2, "joint_attention_dim": 32, "pooled_projection_dim": 32},
-                "axes_dims_rope": [4, 4, 8],
-            },
-            {
-                **{"hidden_states": torch.randn(2, 16, 4), "encoder_hidden_states": text, "timestep": time.float()},
-                **{"pooled_projections": torch.randn(2, 32), **ids},
-            },
-        ),
-        "AuraFlowTransformer2DModel": (
-            {
-                **{"sample_size": 16, "patch_size": 2, "in_channels": 4, "num_mmdit_layers": 1},
-                **{"num_single_dit_layers": 1, "attention_head_dim": 8, "num_attention_heads": 4},
-                **{"caption_projection_dim": 32, "joint_attention_dim": 32, "out_channels": 4},
-            },
-            (latents, text, time),
-        ),
-        "Lumina2Transformer2DModel": (
-            {
-                **{"sample_size": 16, "hidden_size": 24, "num_layers": 1, "num_refiner_layers": 1, "in_channels": 4},
-                **{"num_attention_heads": 3, "num_kv_heads": 1, "multiple_of": 2, "axes_dim_rope": (4, 2, 2)},
-                **{"axes_lens": (64, 64, 64), "cap_feat_dim": 32},
-            },
-            (latents, time, text, torch.ones(2, 7, dtype=torch.bool)),
-        ),
-        "WanTransformer3DModel": (
-            {
-                **{"attention_head_dim": 12, "num_attention_heads": 2, "in_channels": 4, "out_channels": 4},
-                **{"text_dim": 32, "freq_dim": 32, "ffn_dim": 32, "num_layers": 2},
-            },
-            (torch.randn(2, 4, 4, 16, 16), time, text),
-        ),
-        "CogVideoXTransformer3DModel": (
-            {
-                **{"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "out_channels": 4},
-                **{"time_embed_dim": 8, "text_embed_dim": 32, "num_layers": 1, "sample_width": 16},
-                **{"sample_height": 16, "sample_frames": 5, "max_text_seq_length": 7},
-            },
-            (torch.randn(2, 2, 4, 16, 16), text, time),
-        ),
+        "SD3Transformer2DModel": ({}, image, (*text, "pooled_projections")),
+        "FluxTransformer2DModel": ({"num_layers": 1}, tokens, (*text, "pooled_projections", "img_ids", "txt_ids")),
+        "AuraFlowTransformer2DModel": ({}, image, text),
+        "Lumina2Transformer2DModel": ({**lumina, "num_layers": 1}, image, (*text, "encoder_attention_mask")),
+        "WanTransformer3DModel": ({}, video, text),
+        "CogVideoXTransformer3DModel": ({**frames, "num_layers": 1}, video.transpose(1, 2)[:, :2], text),
         "LTXVideoTransformer3DModel": (
-            {
-                **{"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16},
-                **{"cross_attention_dim": 32, "num_layers": 1, "caption_channels": 32},
-            },
-            {
-                **{"hidden_states": torch.randn(2, 32, 4), "encoder_hidden_states": text, "timestep": time.float()},
-                **{"encoder_attention_mask": torch.ones(2, 7, dtype=torch.bool), "num_frames": 2},
-                **{"height": 4, "width": 4},
-            },
+            {"num_layers": 1, "cross_attention_dim": 32},
+            torch.randn(2, 32, 4),
+            (*text, "encoder_attention_mask", "num_frames", "height", "width"),
         ),
         "QwenImageTransformer2DModel": (
-            {
-                **{"in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16},
-                **{"num_attention_heads": 2, "joint_attention_dim": 32, "axes_dims_rope": (4, 6, 6)},
-            },
-            {
-                **{"hidden_states": torch.randn(2, 16, 16), "encoder_hidden_states": text},
-                **{"encoder_hidden_states_mask": torch.ones(2, 7, dtype=torch.long), "timestep": time.float()},
-                "img_shapes": [(1, 4, 4)] * 2,
-            },
+            {"in_channels": 16},
+            torch.randn(2, 16, 16),
+            (*text, "encoder_hidden_states_mask", "img_shapes"),
         ),
     }
 
     def build(name: str) -> Built:
         import diffusers
 
-        options, example = table[name]
-        return getattr(diffusers, name)(**options).eval(), example
+        kind, (changes, first, others) = getattr(diffusers, name), table[name]
+        model = kind(**_known(kind, {**DIFFUSERS_SIZES, **changes})).eval()
+        argument = "sample" if "sample" in inspect.signature(kind.forward).parameters else "hidden_states"
+        return model, {argument: first, **{other: known[other] for other in others}}
 
     return {name: functools.partial(build, name) for name in table}
 
@@ -344,8 +307,7 @@ def neuralforecast() -> Models:
             "e_layers": 2,
         }
         options |= {"patch_len": 8, "d_model": 32, "conv_hidden_size": 32, "encoder_layers": 2}
-        known = inspect.signature(kind).parameters
-        model = kind(**{name: value for name, value in options.items() if name in known}).eval()
+        model = kind(**_known(kind, options)).eval()
         many = getattr(model, "MULTIVARIATE", False)
         series = 3 if many else 1
         batch = {name: None for name in ("hist_exog", "futr_exog", "stat_exog", "insample_mask")}
