@@ -48,6 +48,8 @@ DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 PROBE = 512
 """Validation images on which logits and norms are measured."""
 SMOKE = {"train": 256, "validation": 128, "epochs": 1, "layers": 2, "test": 256}
+IGNORED = -100
+"""A label that asks nothing, as for `torch.nn.functional.cross_entropy`."""
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Split: TypeAlias = tuple[Tensor, Tensor]
 """Inputs [n, ...] and labels, [n] for images, [n, N] for text."""
@@ -219,10 +221,10 @@ def classify(
 
 @torch.no_grad()
 def accuracy(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
-    """Return the share of labels that are predicted correctly, in %."""
+    """Return the share of labels that are predicted correctly, in %; those that are `IGNORED` do not count."""
     model.eval()
     pieces = zip(inputs.split(500), labels.split(500), strict=True)
-    return 100 * sum(int((model(x).argmax(-1) == y).sum()) for x, y in pieces) / labels.numel()
+    return 100 * sum(int((model(x).argmax(-1) == y).sum()) for x, y in pieces) / int((labels != IGNORED).sum())
 
 
 # --- the suites -----------------------------------------------------------------------------------------------------

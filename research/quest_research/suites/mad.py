@@ -31,7 +31,8 @@ from torch import Tensor, nn
 
 from quest_suites.contract import Cell, Progress, Result
 
-from .recall import IGNORED, RecallModel, learn
+from .images import IGNORED
+from .recall import RecallModel, learn
 from .stability import CONTEXT
 
 KEYS, VALUES, NOISE = range(8), range(8, 16), range(16, 32)

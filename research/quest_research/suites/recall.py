@@ -21,14 +21,10 @@ from torch.nn import functional as F
 from quest_core.errors import ConfigError
 from quest_suites.contract import Cell, Progress, Result, Trained, observe, over_rates, sweep
 
-from .images import Split
+from .images import IGNORED, Split, classify, tested
 from .stability import CONTEXT, LanguageModel
-from .training import fit
 
 POWER = 0.01
-IGNORED = -100
-PART = 250
-"""Sequences of one forward pass of a test."""
 
 
 class WithTheOneBefore(nn.Module):
@@ -93,21 +89,18 @@ def learn(
     def once(rate: float, name: str, progress: Progress) -> Trained:
         torch.manual_seed(cell.seed)
         model = make()
-        found = fit(
+        found = classify(
             cell,
             name,
             model,
-            lambda picked: F.cross_entropy(model(train[0][picked]).mT, train[1][picked], ignore_index=IGNORED),
-            len(train[0]),
-            {**options, "rate": rate},
-            measure=lambda: {"validation": accuracy(model, validation), **observe(model, validation[0][:64])},
-            select="validation",
+            train,
+            {"validation": validation},
+            options,
+            rate=rate,
             progress=progress,
+            watch=lambda model: observe(model, validation[0][:64]),
         )
-        if found.diverged:
-            return Trained(0.0, 0.0, found.series, diverged=True)
-        model.load_state_dict(found.weights)
-        return Trained(accuracy(model, test), max(found.series["validation"]), found.series)
+        return tested(model, found, test, guess=0.0)
 
     return over_rates(sweep(options["lowest"], options["rates"], once, progress))
 
@@ -122,10 +115,3 @@ def sequences(count: int, pairs: int, vocabulary: int, draw: torch.Generator) ->
     tokens, wanted = torch.zeros(count, CONTEXT, dtype=torch.long), torch.full((count, CONTEXT), IGNORED)
     tokens[:, : 2 * pairs] = torch.stack([keys, values], -1).flatten(1)
     return tokens.scatter(1, places, keys), wanted.scatter(1, places, values)
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, of: Split) -> float:
-    """Return the per cent of queries whose value is the model's first choice."""
-    right = torch.cat([model(x).argmax(-1) == y for x, y in zip(of[0].split(PART), of[1].split(PART), strict=True)])
-    return 100 * right[of[1] != IGNORED].float().mean().item()
