@@ -51,9 +51,7 @@ def is_missing(source: str) -> bool:
 def uv_settings(pip: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that let uv install from where pip does, because uv does not read pip's configuration.
 
-    Args:
-        pip: what `pip config list` prints.
-        environ: the process environment, whose settings of uv are kept.
+    That is what `pip config list` prints. Settings of uv in the environment are kept.
     """
     found: dict[str, str] = {}
     for line in sorted(pip.splitlines(), key=lambda line: line.startswith(":env:")):  # variables win
@@ -89,11 +87,7 @@ def locked(name: str) -> Iterator[None]:
 
 
 def python(name: str) -> Path:
-    """Return the python of environment `name`, which is made unless it exists and its stamp is up to date.
-
-    Raises:
-        Failure: the environment is unknown, or cannot be made.
-    """
+    """Return the python of environment `name`, which is made unless its stamp is up to date; raises Failure."""
     env, folder = environments.environment(name), running.STATE / name
     executable, stamp, log = folder / "bin" / "python", folder / "quest-stamp", running.LOGS / f"install-{name}.log"
     wanted = env.fingerprint()

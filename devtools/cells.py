@@ -46,17 +46,11 @@ def smoke_cell(
 
 
 class HostSuites:
-    """Tests of the suites of a host: inherit it as `TestSuites`.
-
-    Attributes:
-        declared: the suites of the host.
-        committed: those whose committed commands run, shortened.
-        places: folders with these commands.
-    """
+    """Tests of the suites of a host: inherit it as `TestSuites`."""
 
     declared: ClassVar[Mapping[str, Mapping[str, Any]]]
-    committed: ClassVar[tuple[str, ...]]
-    places: ClassVar[tuple[str, ...]] = ("research/results",)
+    committed: ClassVar[tuple[str, ...]]  # those whose committed commands run, shortened
+    places: ClassVar[tuple[str, ...]] = ("research/results",)  # folders with these commands
 
     def test_options_of_suites_take_their_defaults(self) -> None:
         assert self.declared in [point.load() for point in entry_points(group="quest.suites")]
@@ -85,19 +79,9 @@ class _Kill(BaseException):
 
 
 def check_resume(run: Run, cell: Cell, folder: Path, share: float = 0.01) -> Result:
-    """Assert that a cell that is stopped and run again has the result of one that runs through.
+    """Assert that a cell that is stopped and run again has the result of one that runs through, but for times.
 
-    Args:
-        run: the suite's function.
-        cell: its workdir is replaced.
-        folder: gets two folders for the cell.
-        share: the cell is stopped at the first report of progress that has reached this share.
-
-    Returns:
-        The result of the resumed cell.
-
-    Raises:
-        AssertionError: metrics other than times differ, or the second start began again.
+    It is stopped at the first report of progress that has reached `share`. Returned is the result of the resumed cell.
     """
     whole, parts = (replace(cell, workdir=folder / name) for name in ("whole", "parts"))
     for one in (whole, parts):
@@ -129,17 +113,12 @@ def run_committed(results: Path, suites: Iterable[str], folder: Path) -> list[st
     Every attention and task of a suite runs, and every choice of its options, but not every combination of them.
 
     Args:
-        results: a folder with reports (`*.md`) and records (`run.json`).
         suites: the suites to run; commands of others, those that need data, and where quest-zoo is missing those of
             its results are left out.
-        folder: gets a folder for each cell.
 
     Returns:
-        The cells that ran, in words.
-
-    Raises:
-        AssertionError: a cell returns no metric, or takes more than `SMOKE_S` seconds of the processor. A loaded
-            machine changes these less than elapsed ones.
+        The cells that ran, in words. Each returns its metric, and takes at most `SMOKE_S` seconds of the processor,
+        which a loaded machine changes less than elapsed ones.
     """
     declared = {
         name: suite

@@ -12,12 +12,6 @@ def with_start(path: Path) -> str:
     """Return the text of a config in which the commented attention replaces the one above it.
 
     The commented line has `attention` and `init=`; between it and the replaced line only comments may stand.
-
-    Args:
-        path: a yaml or Python file.
-
-    Raises:
-        AssertionError: the file offers no start, or more than one.
     """
     lines = path.read_text(encoding="utf-8").splitlines()
     offers = [i for i, line in enumerate(lines) if _OFFER.match(line)]

@@ -84,11 +84,7 @@ def base(name: str) -> str:
 
 
 def environment(name: str) -> Environment:
-    """Return the environment called `name`.
-
-    Raises:
-        Failure: there is none.
-    """
+    """Return the environment called `name`; raises Failure if there is none."""
     if name not in (CORE, *hosts(), *further()):
         raise Failure(f"unknown environment '{name}'; choose from: {', '.join([CORE, *hosts(), *further()])}")
     own, folder = base(name), home(base(name))

@@ -44,13 +44,9 @@ def check_loader(
     """Load five pairs of a checkpoint and a model, and compare the outcomes with the page.
 
     Args:
-        load: see `Load`.
         host, loader: as the table names them.
         among: all loaders of the host that are tested; the table must have these.
         named: whether `load` takes `attention_from`.
-
-    Raises:
-        AssertionError: an outcome, or a loader, is not that of the page.
     """
     assert among is None or committed(host).keys() == set(among)
     assert outcome(load, "quest", "quest") == "loads"

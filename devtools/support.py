@@ -51,9 +51,6 @@ def outcomes(loss: Loss, settings: Mapping[str, Mapping[str, Any]]) -> dict[str,
 
     Returns:
         "works", "with <setting>" or "refused" for every mechanism.
-
-    Raises:
-        AssertionError: a loss is not finite.
     """
     found = {}
     tries: dict[str, Mapping[str, Any]] = {"": {}, **settings}
@@ -74,17 +71,7 @@ def outcomes(loss: Loss, settings: Mapping[str, Mapping[str, Any]]) -> dict[str,
 
 
 def check(path: Path, host: str, loss: Loss, settings: Mapping[str, Mapping[str, Any]]) -> None:
-    """Assert that the outcomes are those of the file at `path`.
-
-    Args:
-        path: the file, `support.json` next to the tests.
-        host: the head of the column.
-        loss: see `outcomes`.
-        settings: see `outcomes`.
-
-    Raises:
-        AssertionError: an outcome differs.
-    """
+    """Assert that the `outcomes` are those of `path`, the support.json next to the tests, in the column of a host."""
     with temporary():
         mechanisms().update({part.name: part for part in zoo()})  # type: ignore[attr-defined]
         found = {"host": host, "mechanisms": outcomes(loss, settings)}

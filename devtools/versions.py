@@ -29,10 +29,6 @@ def needs_torch(version: str, what: str) -> None:
     """Skip the test unless PyTorch `version`, such as "2.4", or a newer one is installed.
 
     ``@pytest.mark.needs_torch("2.4", "torch.library.opcheck")`` does the same before the test starts.
-
-    Args:
-        version: one in which `what` works.
-        what: the feature of PyTorch that the test uses.
     """
     if tuple(map(int, version.split("."))) > VERSION:
         pytest.skip(f"{PREFIX}is older than {version}, which {what} needs")

@@ -68,23 +68,15 @@ FEW = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "encod
 
 @dataclass(frozen=True)
 class Row:
-    """What happened to one model.
-
-    Attributes:
-        package, version, name: which model.
-        outcome: "taken"; "none", which has no softmax attention; "not", with a reason; "unbuilt", also by the host.
-        ways: the adapters that replaced modules, each with their number, as "transformers 4, universal 1".
-        kept: modules that look like attention and are none.
-        reason: of "not" and "unbuilt": the first line of the error.
-    """
+    """What happened to one model."""
 
     package: str
     version: str
     name: str
-    outcome: str
-    ways: str = ""
-    kept: int = 0
-    reason: str = ""
+    outcome: str  # "taken"; "none", which has no softmax attention; "not", with a reason; "unbuilt", also by the host
+    ways: str = ""  # the adapters that replaced modules, each with their number, as "transformers 4, universal 1"
+    kept: int = 0  # modules that look like attention and are none
+    reason: str = ""  # of "not" and "unbuilt": the first line of the error
 
 
 # --- one model --------------------------------------------------------------------------------------------------------

@@ -40,17 +40,11 @@ SPECS = {  # attention -> its marker and colour in the figure
 
 
 class Host(NamedTuple):
-    """A fresh model of a framework.
-
-    Attributes:
-        name: as the table shows it.
-        model: without any attention of ours.
-        call: runs the model once on data.
-    """
+    """A fresh model of a framework, without any attention of ours."""
 
     name: str
     model: nn.Module
-    call: Callable[[nn.Module], object]
+    call: Callable[[nn.Module], object]  # runs the model once on data
 
 
 def pytorch() -> Iterator[Host]:
@@ -242,11 +236,8 @@ def first_logits(model: nn.Module, call: Callable[[nn.Module], object]) -> list[
 def spread_and_gap(z: Tensor, visible: Tensor) -> tuple[float, float]:
     """Standard deviation of a query's logits, and log N minus the entropy of its weights, over keys that it sees.
 
-    Args:
-        z, visible: [B, H, N, M]. Queries that see fewer than two keys do not count.
-
-    Returns:
-        The root mean square of the first and the mean of the second over queries.
+    Of z and visible [B, H, N, M]: the root mean square of the first and the mean of the second over queries that see
+    two keys or more.
     """
     count = visible.sum(-1)
     mean = z.mul(visible).sum(-1) / count

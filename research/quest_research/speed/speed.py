@@ -72,23 +72,14 @@ def naive_linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure.
-
-    Attributes:
-        attentions: names or specifications.
-        shapes: (B, H, N, D) each.
-        linear_shape: where linear attention is compared with its naive formula, if anywhere.
-        layouts: of the inputs, some of `LAYOUTS`.
-        rounds: how often each contender takes its turn, at least 2.
-        slice_seconds: how long one turn lasts at least.
-    """
+    """What to measure."""
 
     attentions: tuple[str, ...] = ("quest", "standard")
     shapes: tuple[Shape, ...] = SHAPES
-    linear_shape: Shape | None = LINEAR_SHAPE
+    linear_shape: Shape | None = LINEAR_SHAPE  # where linear attention is compared with its naive formula
     layouts: tuple[str, ...] = LAYOUTS[:2]
-    rounds: int = 31
-    slice_seconds: float = 0.03
+    rounds: int = 31  # how often each contender takes its turn, at least 2
+    slice_seconds: float = 0.03  # that one turn lasts
 
     def smoke(self) -> Plan:
         """The same at small sizes, for seconds; the numbers mean nothing."""
@@ -135,10 +126,8 @@ def contenders(plan: Plan, peer: str, shape: Shape) -> dict[str, Attend]:
 def fresh(layout: str, shape: Shape) -> Fresh:
     """Return a function that makes new inputs: (with gradients?) -> (leaves, [q, k, v], gradient of the output).
 
-    Args:
-        layout: "contiguous" and "padded": q, k and v [B, H, N, D] are leaves. "packed": they are views of one leaf
-            [B, N, 3·H·D], as a packed projection returns it.
-        shape: (B, H, N, D).
+    With the layout "packed" q, k and v are views of one leaf [B, N, 3·H·D], as a packed projection returns it; with
+    the others each is a leaf [B, H, N, D].
     """
     batch, heads, n, dim = shape
     torch.manual_seed(0)

@@ -53,15 +53,10 @@ def cells() -> list[dict[str, Any]]:
 
 
 def measure(before: str, after: str, threads: int, rounds: int) -> list[dict[str, Any]]:
-    """Time every cell that both versions have.
+    """Time every cell that both versions have, by the interpreters that import them.
 
     Each row is a cell with the median microseconds of both versions, and the median over the rounds of the time in the
     new version over that in the old one, with the 95 % interval that the order of the rounds gives.
-
-    Args:
-        before, after: interpreters that import the two versions.
-        threads: of each process.
-        rounds: turns of each version in each cell.
     """
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     pipes = [

@@ -101,17 +101,10 @@ def run(cell: Cell, progress: Progress) -> Result:
 
 
 def place(images: Tensor, size: int, step: int, noise: float, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Put each image at a random place of a canvas of uniform noise.
+    """Put each image [n, s, s] at a random place of a canvas [n, size, size] of noise that is uniform in 0..noise.
 
-    Args:
-        images: [n, s, s] in 0..1; pixels above 0 are the object.
-        size: pixels S a side of a canvas.
-        step: places are multiples of this many pixels.
-        noise: the background is uniform in 0..noise.
-        draw: gives the places and the noise.
-
-    Returns:
-        Canvases [n, S, S], float32, and masks [n, S, S], boolean, True on the object.
+    Places are multiples of `step` pixels. Returned are the canvases, and masks that are True on the object, which are
+    the pixels above 0.
     """
     n, side = images.shape[:2]
     canvases = noise * torch.rand(n, size, size, generator=draw)
@@ -145,13 +138,7 @@ def recorded(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
 
 
 def maps(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Return "AG-CAM" and "rollout" over the tokens, [B, N] each.
-
-    Args:
-        model: a classifier in evaluation that averages its tokens.
-        images: [B, S, S].
-        labels: [B], the classes whose logits are explained.
-    """
+    """Return "AG-CAM" and "rollout" over the tokens, [B, N] each, of images [B, S, S] and the logits of labels [B]."""
     with recorded(model) as seen:
         score = model(images).gather(1, labels[:, None]).sum()
     weights = [layer[0] for layer in seen]
@@ -163,13 +150,9 @@ def maps(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
 
 
 def rollout(weights: Sequence[Tensor]) -> Tensor:
-    """Return the flow of attention from all output tokens to each input token.
+    """Return the flow of attention from all output tokens to each input token [B, N].
 
-    Args:
-        weights: for each layer [B, N, N], averaged over the heads.
-
-    Returns:
-        [B, N].
+    `weights` are those of each layer [B, N, N], averaged over the heads.
     """
     identity = torch.eye(weights[0].shape[-1])
     flow = identity

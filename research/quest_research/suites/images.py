@@ -58,12 +58,7 @@ Split: TypeAlias = tuple[Tensor, Tensor]
 class Block(nn.Module):
     """Pre-norm Transformer block: attention, then an MLP of four times the width.
 
-    Args:
-        width: features E of a token.
-        heads: attention heads.
-        attention: its name.
-        causal: whether a token sees only itself and earlier ones.
-        drop: probability with which training skips a branch for a sample (stochastic depth).
+    `drop` is the probability with which training skips a branch for a sample (stochastic depth).
     """
 
     def __init__(self, width: int, heads: int, attention: str, causal: bool = False, drop: float = 0.0) -> None:
@@ -97,19 +92,7 @@ def start(model: nn.Module) -> None:
 
 
 class VisionTransformer(nn.Module):
-    """Classify square images.
-
-    Args:
-        attention: the attention of every block.
-        size: pixels of height and width.
-        patch: pixels a side of a patch; both of `size` are multiples.
-        width: features E of a token.
-        layers: blocks.
-        heads: attention heads of a block.
-        channels: of an image.
-        classes: the number of logits.
-        drop: stochastic depth, see `Block`.
-    """
+    """Classify images of `size` pixels, height and width, which `patch` divides."""
 
     mean: Tensor  # [C, 1, 1]
     deviation: Tensor  # [C, 1, 1]
@@ -178,15 +161,11 @@ def classify(
     """Train a classifier and choose its epoch by the accuracy on a split; see `quest_research.suites.training.fit`.
 
     Args:
-        cell, phase, progress: as in `fit`.
+        cell, phase, progress, draw, clip: as in `fit`.
         model: inputs [B, ...] -> logits [B, classes] or [B, N, classes].
-        train: the training split.
         splits: their accuracies are measured after each epoch; "validation" is one of them and chooses the epoch.
         options: epochs, batch, warmup (steps) and weight_decay.
-        rate: the highest learning rate.
-        draw: gives the order of the samples; see `fit`.
         precision: a key of `PRECISIONS`, for autocast while training; float16 also scales the loss.
-        clip: the largest norm of the gradients.
         change: augments inputs and labels of a mini-batch; its labels may be probabilities [B, classes].
         watch, after: `watch` gives further values after each epoch; see `measure` and `after` of `fit`.
     """
@@ -347,16 +326,9 @@ def build(attention: str, data: Images, options: Mapping[str, Any], drop: float 
 
 
 def augment(x: Tensor, y: Tensor, classes: int, draw: torch.Generator) -> Split:
-    """Return a mini-batch with DeiT's augmentation that needs no image library.
+    """Return images [B, C, S, S] and labels [B] after DeiT's augmentation that needs no image library.
 
-    Args:
-        x: images [B, C, S, S].
-        y: labels [B].
-        classes: their number.
-        draw: gives the random numbers.
-
-    Returns:
-        Images [B, C, S, S], and probabilities [B, classes] after label smoothing and mixing.
+    The labels become probabilities [B, classes], by label smoothing and mixing.
     """
     size, margin = x.shape[-1], max(1, x.shape[-1] // 8)
 
@@ -400,18 +372,11 @@ def augment(x: Tensor, y: Tensor, classes: int, draw: torch.Generator) -> Split:
 
 @dataclass(frozen=True)
 class Images:
-    """Images [n, C, S, S], float32 in 0..1, and labels [n] of each split, on the device that trains.
+    """Images [n, C, S, S], float32 in 0..1, and labels [n] of each split, on the device that trains."""
 
-    Attributes:
-        train: drawn for each seed.
-        validation: further training images.
-        test: the first `test` images of the test split in an order that is the same for all seeds.
-        classes: the number of classes.
-    """
-
-    train: Split
-    validation: Split
-    test: Split
+    train: Split  # drawn for each seed
+    validation: Split  # further training images
+    test: Split  # the first ones in an order that is the same for all seeds
     classes: int
 
     @property

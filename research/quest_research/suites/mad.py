@@ -46,11 +46,7 @@ Row: TypeAlias = tuple[list[int], list[int]]
 
 
 def run(cell: Cell, progress: Progress) -> Result:
-    """Train one attention on one task with one seed at every learning rate.
-
-    Returns:
-        See `learn`.
-    """
+    """Train one attention on one task with one seed at every learning rate; see `learn`."""
     options = dict(cell.options)
     if cell.smoke:
         options |= {"train": 64, "test": 16, "epochs": 1, "rates": 2}

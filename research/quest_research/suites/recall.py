@@ -48,11 +48,7 @@ class RecallModel(LanguageModel):
 
 
 def run(cell: Cell, progress: Progress) -> Result:
-    """Train one attention with heads of one width and one seed at every learning rate.
-
-    Returns:
-        See `learn`.
-    """
+    """Train one attention with heads of one width and one seed at every learning rate; see `learn`."""
     options = dict(cell.options)
     if cell.smoke:
         options |= {"train": 64, "test": 16, "epochs": 1, "rates": 2}

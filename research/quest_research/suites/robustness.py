@@ -139,12 +139,9 @@ def require(task: str) -> None:
 
 
 def corrupt(images: Tensor, name: str, severity: int) -> Tensor:
-    """Return corrupted images; the random numbers depend only on the corruption, its severity and the image's place.
+    """Return images [n, C, S, S] of 1 or 3 channels under one of `CORRUPTIONS`.
 
-    Args:
-        images: [n, C, S, S] in 0..1, with 1 or 3 channels.
-        name: one of `CORRUPTIONS`.
-        severity: 1 to 5.
+    The random numbers depend only on the corruption, its severity and the image's place.
     """
     channels, size = images.shape[1:3]
     margin = max(0, SMALLEST - size)
@@ -161,13 +158,10 @@ def corrupt(images: Tensor, name: str, severity: int) -> Tensor:
 
 
 def patch(split: Split, classes: int, share: float) -> Split:
-    """Return images with a white square.
+    """Return images [n, C, S, S] with a white square. Each class has a place on a grid of squares.
 
-    Args:
-        split: images [n, C, S, S] and labels [n].
-        classes: their number; each has a place on a grid of squares.
-        share: of the images whose square is at the place of their own class. The others have it at that of another
-            class, drawn at random; which images these are depends only on their place in the split.
+    A `share` of the images has it at the place of their own class, the others at that of another class, drawn at
+    random; which images these are depends only on their place in the split.
     """
     images, labels = split[0].clone(), split[1]
     side = images.shape[-1] // PATCH

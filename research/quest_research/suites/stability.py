@@ -37,18 +37,13 @@ WATCHED = ("max_logit", "entropy", "query_norm", "key_norm")
 
 @dataclass(frozen=True)
 class Problem:
-    """Data and model of a task.
-
-    Attributes:
-        make: builds the model.
-        guess: the accuracy of guessing, in %.
-    """
+    """Data and model of a task."""
 
     train: Split
     validation: Split
     test: Split
     make: Callable[[], nn.Module]
-    guess: float
+    guess: float  # the accuracy of guessing, in %
 
 
 def vit(cell: Cell, options: Mapping[str, Any], draw: torch.Generator) -> Problem:

@@ -66,19 +66,12 @@ CHUNK = 128
 
 @dataclass(frozen=True)
 class Sequences:
-    """Samples of the retrieval task.
+    """Samples of the retrieval task."""
 
-    Attributes:
-        x: [S, N, 20], the vectors [key | value].
-        location: [S], the answer's position in 0..N-1.
-        biased: [S], True where the answer's key was drawn around b.
-        label: [S], the class.
-    """
-
-    x: Tensor
-    location: Tensor
-    biased: Tensor
-    label: Tensor
+    x: Tensor  # [S, N, 20], the vectors [key | value]
+    location: Tensor  # [S], the answer's position in 0..N-1
+    biased: Tensor  # [S], True where the answer's key was drawn around b
+    label: Tensor  # [S], the class
 
 
 def make_data(seed: int, *, samples: int, test_samples: int, seq_len: int) -> tuple[Sequences, Sequences]:
@@ -117,14 +110,7 @@ def _mix(purpose: str, seed: int) -> int:
 
 
 class Transformer(Projected):
-    """One model, written plainly; what `Models` computes for many at once.
-
-    Args:
-        attention: the attention, with one head of 20 features.
-        block: "prenorm" or "printed", see the module's docstring.
-        seq_len: vectors N in a sequence.
-        embed_std: standard deviation of the initial [CLS] token and positions.
-    """
+    """One model, with one head of 20 features, written plainly; what `Models` computes for many at once."""
 
     projections = Separate("query", "key", "value")
 
@@ -168,13 +154,7 @@ class Transformer(Projected):
 class Models:
     """M transformers that differ in their weights, computed side by side by `torch.func.vmap`.
 
-    Args:
-        attention: the attention; each model has one head of it.
-        weight_seeds: the seed of each model's initial weights.
-        options: of `Transformer`.
-
-    Attributes:
-        parameters: [M, ...] by name.
+    `parameters` has tensors [M, ...] by name, and `options` are those of `Transformer`.
     """
 
     def __init__(self, attention: AttentionSpec, weight_seeds: Sequence[int], **options: Any) -> None:
@@ -197,12 +177,7 @@ class Models:
 
 
 class AdamW(torch.optim.AdamW):
-    """PyTorch's AdamW with a learning rate and a weight decay for each model.
-
-    Args:
-        parameters: tensors [M, ...].
-        learning_rate, weight_decay: [M].
-    """
+    """PyTorch's AdamW on tensors [M, ...] with a learning rate and a weight decay for each model, [M]."""
 
     def __init__(self, parameters: Iterable[Tensor], learning_rate: Tensor, weight_decay: Tensor) -> None:
         super().__init__(parameters, lr=1.0, weight_decay=0.0)  # a step is as long as that of the rate 1

@@ -41,19 +41,12 @@ class Float16Products(TorchDispatchMode):
 
 @dataclass
 class Fit:
-    """A finished phase.
+    """A finished phase."""
 
-    Attributes:
-        series: ``train_loss`` and what was measured, by epoch.
-        selected: the epoch, from 0, that `select` chose: the first one with its best value; without it, the last.
-        weights: those of that epoch.
-        diverged: which loss was not finite and ended the phase. A suite then returns NaN, which counts as a lost seed.
-    """
-
-    series: Curves
-    selected: int
-    weights: Mapping[str, Tensor]
-    diverged: str = ""
+    series: Curves  # `train_loss` and what was measured, by epoch
+    selected: int  # the epoch, from 0, that `select` chose: the first with its best value; without it, the last
+    weights: Mapping[str, Tensor]  # of that epoch
+    diverged: str = ""  # which loss was not finite; a suite then returns NaN, which counts as a lost seed
 
 
 def fit(
@@ -91,7 +84,6 @@ def fit(
         best: max or min.
         draw: gives the order of the samples; without it, the order depends only on the seed and the epoch.
         clip: the largest norm of the gradients.
-        scale_loss: scale the loss, for float16.
         after: called after each step of the optimizer with its number, from 1.
     """
     epochs, batch, warmup = options["epochs"], options["batch"], options.get("warmup", 0)

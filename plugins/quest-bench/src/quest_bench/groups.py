@@ -31,30 +31,21 @@ UNKNOWN_SELECTION = "The suite does not declare how the reported epoch is select
 
 @dataclass(frozen=True)
 class Row:
-    """One attention of one group.
-
-    Attributes:
-        planned, finished: cells that were asked for, and those with a finite value.
-        failed: cells that failed or diverged.
-        score: over the seeds that are finite for this attention and for the baseline.
-        baseline_there: the baseline's estimate on these seeds, if they are not all of the baseline's; else None.
-        comparison: with the baseline, corrected over the report; None on the baseline's own row and without a baseline.
-        values: seed -> value; NaN for a failed cell. A cell without this metric is absent.
-    """
+    """One attention of one group."""
 
     attention: str
-    planned: int
-    finished: int
-    failed: int
-    score: Estimate
-    baseline_there: Estimate | None
-    comparison: Comparison | None
+    planned: int  # cells that were asked for
+    finished: int  # those with a finite value
+    failed: int  # cells that failed or diverged
+    score: Estimate  # over the seeds that are finite for this attention and for the baseline
+    baseline_there: Estimate | None  # the baseline's on these seeds, if they are not all of the baseline's
+    comparison: Comparison | None  # with the baseline, corrected over the report; None on the baseline's own row
     verdict: str
     seconds: float
     paper: float | None
     paper_spread: float | None
     command: str
-    values: Mapping[int, float]
+    values: Mapping[int, float]  # seed -> value; NaN for a failed cell; a cell without this metric is absent
 
     @property
     def mark(self) -> str:
@@ -72,17 +63,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Item:
-    """A metric called ``<metric>/<item>``: a part of the group's own metric, such as one corruption.
-
-    Attributes:
-        name: the part after the slash.
-        estimates: by attention, over seeds.
-        differences: of the other attentions from the baseline, paired by seed. They are not tested.
-    """
+    """A metric called ``<metric>/<item>``: a part of the group's own metric, such as one corruption."""
 
     name: str
-    estimates: Mapping[str, Estimate]
-    differences: Mapping[str, Estimate]
+    estimates: Mapping[str, Estimate]  # by attention, over seeds
+    differences: Mapping[str, Estimate]  # from the baseline, paired by seed; they are not tested
 
 
 @dataclass

@@ -101,17 +101,11 @@ class Suite:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """Every plugin record and suite at hand.
+    """Every plugin record and suite at hand, by name."""
 
-    Attributes:
-        records: by plugin name; where `--python` names an environment, the record as seen from there.
-        suites: by suite name, including those whose plugin is not ok.
-        pythons: plugin name -> the interpreter its cells run with.
-    """
-
-    records: Mapping[str, Record]
-    suites: Mapping[str, Suite]
-    pythons: Mapping[str, str] = field(default_factory=dict)
+    records: Mapping[str, Record]  # where `--python` names an environment, as seen from there
+    suites: Mapping[str, Suite]  # also those whose plugin is not ok
+    pythons: Mapping[str, str] = field(default_factory=dict)  # plugin -> the interpreter that its cells run with
 
     def python(self, suite: Suite) -> str:
         return self.pythons.get(suite.record.name, sys.executable)
@@ -345,18 +339,13 @@ def _read_value(suite: Suite, key: str, text: str) -> Any:
 
 @dataclass(frozen=True)
 class Plan:
-    """A grid of cells of one suite.
-
-    Attributes:
-        tasks: with the fingerprint of their data; None without `data`.
-        settings: option -> the values to run; several make a sweep.
-    """
+    """A grid of cells of one suite."""
 
     suite: Suite
-    tasks: Mapping[str, str | None]
+    tasks: Mapping[str, str | None]  # with the fingerprint of their data; None without `data`
     attentions: Sequence[str]
     seeds: Sequence[int]
-    settings: Mapping[str, Sequence[Any]]
+    settings: Mapping[str, Sequence[Any]]  # option -> the values to run; several make a sweep
     smoke: bool = False
     data: Path | None = None
 

@@ -42,19 +42,12 @@ RESULT_JSON = ("details", "versions", "commits", "machine")
 
 @dataclass(frozen=True)
 class Stored:
-    """One cell as it lies on disk.
-
-    Attributes:
-        folder: the cell's folder.
-        cell: what :func:`quest_bench.plan.describe_cell` gives.
-        result: the decoded result.json, or None.
-        error: the text of error.txt, or None.
-    """
+    """One cell as it lies on disk."""
 
     folder: Path
-    cell: Mapping[str, Any]
-    result: Mapping[str, Any] | None
-    error: str | None
+    cell: Mapping[str, Any]  # what :func:`quest_bench.plan.describe_cell` gives
+    result: Mapping[str, Any] | None  # of result.json
+    error: str | None  # of error.txt
 
     @property
     def state(self) -> str:

@@ -175,16 +175,10 @@ def train_steps(
 def own_trainer(
     name: str, command: Sequence[str], *, folder: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """Run a framework's own training script; yield each line that it prints, and print it too.
-
-    Args:
-        name: the script's name in errors.
-        command: the process to start.
-        folder: its working directory.
-        environment: variables to add.
+    """Run a framework's own training script in a folder; yield each line that it prints, and print it too.
 
     Raises:
-        PluginError: the script failed, with its last line.
+        PluginError: the script, by its `name`, failed, with its last line.
     """
     last = "it printed nothing"
     with subprocess.Popen(
@@ -218,21 +212,13 @@ WITHIN = 1.0
 
 @dataclass
 class Trained:
-    """One training of a cell.
+    """One training of a cell."""
 
-    Attributes:
-        accuracy: on the test split at the epoch that is best in validation, in %. That of guessing if it diverged.
-        validation: on the validation split at that epoch, in %.
-        series: name -> values by epoch.
-        diverged: whether a loss was not finite.
-        rate: the learning rate, which `sweep` sets.
-    """
-
-    accuracy: float
-    validation: float
-    series: dict[str, list[float]]
-    diverged: bool = False
-    rate: float = math.nan
+    accuracy: float  # on the test split at the epoch that is best in validation, in %; of guessing if it diverged
+    validation: float  # on the validation split at that epoch, in %
+    series: dict[str, list[float]]  # name -> values by epoch
+    diverged: bool = False  # whether a loss was not finite
+    rate: float = math.nan  # the learning rate, which `sweep` sets
 
 
 def sweep(
@@ -245,10 +231,7 @@ def sweep(
     """Train at learning rates half a decade apart; return what `train` does, by name.
 
     Args:
-        lowest: the lowest rate.
-        count: rates.
         train: called with each rate, its name "lr=R" and the progress of its share.
-        progress: of the cell.
         keep: the cell, if `train` saves no state of its own: a killed cell continues at the rate that it was at.
     """
     done: dict[str, Trained] = (load_state(keep) or {}) if keep else {}

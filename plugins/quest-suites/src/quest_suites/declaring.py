@@ -31,12 +31,9 @@ def text(name: str, doc: str, default: str | None = "") -> Option:
 
 
 def timing_suite(summary: str, tasks: list[str], rounds: int, *options: Option, least: bool = False) -> dict[str, Any]:
-    """Return a suite whose function returns `quest_suites.timing.beside_stock`.
+    """Return a suite whose function returns that of `quest_suites.timing.beside_stock`.
 
-    Args:
-        summary, tasks, options: of the suite.
-        rounds: the default of its option `rounds`.
-        least: whether reports also have a table of the least time.
+    With `least`, reports also have a table of the least time.
     """
     also = (["least time of stock"] if least else []) + ["memory of stock"]
     return {

@@ -18,11 +18,8 @@ from quest_suites.contract import Cell, Progress
 def train(config: Config, cell: Cell, iterations: int, progress: Progress) -> Runner:
     """Train with mmengine's Runner and return it, with its model in evaluation mode.
 
-    It continues from the cell's last checkpoint, if one exists.
-
-    Args:
-        config: of a model that accepts `attention`, with an IterBasedTrainLoop.
-        cell: its workdir gets the Runner's files.
+    The config is that of a model that accepts `attention`, with an IterBasedTrainLoop. The Runner continues from the
+    last checkpoint in the cell's workdir.
     """
     config.model.attention = cell.attention
     config.train_cfg.max_iters = iterations

@@ -56,9 +56,7 @@ def beside_stock(
     the time is that of the processor, on a GPU that of the clock.
 
     Args:
-        stock: one step with the host's own attention.
-        own: the same step with the attention of the cell.
-        rounds: how often each step is timed.
+        stock, own: one step with the host's own attention, and the same with that of the cell.
         warm_up: rounds before the first timed one.
 
     Returns:

@@ -120,11 +120,7 @@ GENERATORS = {"PATTERN": pattern_graphs, "CLUSTER": cluster_graphs}
 
 
 def write_raw(folder: Path, name: str, splits: Sequence[Sequence[Data]]) -> Path:
-    """Write a dataset where PyTorch Geometric's GNNBenchmarkDataset, and so GraphGPS, looks for its download.
-
-    Args:
-        folder: GraphGPS's dataset.dir (``datasets`` in its checkout).
-    """
+    """Write a dataset into GraphGPS's dataset.dir, where PyTorch Geometric's GNNBenchmarkDataset looks for it."""
     path = folder / "GNNBenchmarkDataset" / name / "raw" / f"{name}_v2.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save([[data.to_dict() for data in split] for split in splits], path)
@@ -240,11 +236,7 @@ def _kinds(features: list[Tensor]) -> Sequence[Tensor]:
 
 
 def join_positions(data: Data) -> Data:
-    """Superpixels of MNIST and CIFAR10: append positions to the colours in x, as in GraphGPS.
-
-    Args:
-        data: x [N, colours] and pos [N, 2].
-    """
+    """Superpixels of MNIST and CIFAR10: append pos [N, 2] to the colours in x [N, colours], as in GraphGPS."""
     data.x = torch.cat([data.x, data.pos], dim=1).float()
     return data
 

@@ -32,10 +32,7 @@ BATCHES = [f"data_batch_{i}.bin" for i in range(1, 6)]
 def superpixel_graphs(sizes: Sequence[int], seed: int, folder: Path) -> list[list[Data]]:
     """The first images of each of the published splits (training, validation, test), as graphs.
 
-    Args:
-        sizes: graphs of each split, at most 45000, 5000 and 10000.
-        seed: draws the order of nodes.
-        folder: cifar-10-batches-bin, the binary version of CIFAR-10.
+    The folder is cifar-10-batches-bin, the binary version of CIFAR-10. The seed draws the order of nodes.
     """
     if any(size > most for size, most in zip(sizes, LARGEST, strict=True)):
         raise ConfigError(f"{' '.join(map(str, sizes))} graphs; CIFAR10 has at most {' '.join(map(str, LARGEST))}")
@@ -72,12 +69,7 @@ def _read(path: Path) -> tuple[Tensor, Tensor]:
 
 
 def superpixels(image: Tensor, label: int, generator: torch.Generator) -> Data:
-    """One image as a graph: a node per superpixel, with edges to the eight nodes that are most alike in position.
-
-    Args:
-        image: bytes [3, 32, 32].
-        label: the class.
-        generator: draws the order of nodes.
+    """One image, bytes [3, 32, 32], as a graph: a node per superpixel, with edges to the eight nearest in position.
 
     Returns:
         A graph with mean colours x [N, 3] and centres pos [N, 2] (row and column), both from 0 to 1; edge_index

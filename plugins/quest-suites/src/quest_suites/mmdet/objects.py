@@ -34,11 +34,7 @@ def boxes(objects: list[tuple[str, np.ndarray]]) -> list[tuple[str, list[int]]]:
 def write(folder: Path, *, train: int, validation: int, size: int = 64, seed: int = 0) -> None:
     """Write train/ and validation/ with images, and train.json and validation.json, in place of earlier ones.
 
-    Args:
-        folder: the data_root of a config.
-        train, validation: images of each split.
-        size: height and width in pixels.
-        seed: of the whole set; image i does not depend on the number of images.
+    Image i depends on the seed and on its split, not on the number of images.
     """
     for number, (split, count) in enumerate((("train", train), ("validation", validation))):
         (folder / split).mkdir(parents=True, exist_ok=True)

@@ -89,11 +89,7 @@ def _outline(name: str, size: int, generator: np.random.Generator) -> np.ndarray
 def write(folder: Path, *, train: int, validation: int, size: int = 64, seed: int = 0) -> None:
     """Write images/ and annotations/, each with training/ and validation/, in place of earlier scenes there.
 
-    Args:
-        folder: the data_root of a config.
-        train, validation: images of each split.
-        size: height and width in pixels.
-        seed: of the whole set; image i does not depend on the number of images.
+    Image i depends on the seed and on its split, not on the number of images.
     """
     for number, (split, count) in enumerate((("training", train), ("validation", validation))):
         images, annotations = folder / "images" / split, folder / "annotations" / split

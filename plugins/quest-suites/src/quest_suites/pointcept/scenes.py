@@ -27,17 +27,11 @@ RANGE = 50.0
 
 
 class Scan(NamedTuple):
-    """One turn of the sensor.
+    """One turn of the sensor."""
 
-    Attributes:
-        points: [N, 3] float32, metres, the sensor at the origin.
-        strength: [N] float32, reflected intensity in [0, 1].
-        labels: [N] int64, indices of CLASSES.
-    """
-
-    points: np.ndarray
-    strength: np.ndarray
-    labels: np.ndarray
+    points: np.ndarray  # [N, 3] float32, metres, the sensor at the origin
+    strength: np.ndarray  # [N] float32, reflected intensity in [0, 1]
+    labels: np.ndarray  # [N] int64, indices of CLASSES
 
 
 class _Things(NamedTuple):
@@ -68,13 +62,7 @@ _REFLECTS = {
 
 
 def scan(seed: int, *, rings: int = 32, rays: int = 240) -> Scan:
-    """Return the scan of one scene, one turn of the sensor.
-
-    Args:
-        seed: equal seeds give equal scenes.
-        rings: rays of different elevation.
-        rays: rays of each ring.
-    """
+    """Return the scan of the scene of a seed, by `rings` of different elevation with `rays` each."""
     random = np.random.default_rng(seed)
     street = random.uniform(4.5, 8.0)  # half of its width
     walk = random.uniform(1.5, 3.5)  # the sidewalk's width

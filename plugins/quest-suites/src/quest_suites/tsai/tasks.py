@@ -48,17 +48,7 @@ SMOKE_SERIES = 64
 
 
 class ClassTokenTransformer(nn.Module):
-    """The paper's classifier: token embedding by convolution, class token, post-norm encoder, linear layer.
-
-    Args:
-        c_in: features of the series.
-        c_out: classes.
-        seq_len: time steps L.
-        d_model: features of a token; the feed-forward part has twice as many.
-        layers: encoder layers.
-        heads: attention heads.
-        dropout: after the embedding and in the encoder.
-    """
+    """The paper's classifier: token embedding by convolution, class token, post-norm encoder, linear layer."""
 
     def __init__(
         self, c_in: int, c_out: int, seq_len: int, *, d_model: int, layers: int, heads: int, dropout: float
