@@ -13,7 +13,7 @@ the order of the README, in one shell:
 - From the first `git clone` on, blocks need a checkout: --repo PATH is cloned in place of the URL, and --online clones
   the URL.
 
-Only the standard library is imported.
+Only the standard library and devtools are imported.
 """
 
 from __future__ import annotations
@@ -29,27 +29,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from devtools import running
+from devtools.environments import ROOT, Failure
+
 RESULTS = ROOT / "runs" / "install"
-LIMIT_S = 90 * 60
-AT_A_TIME = 2
-"""READMEs that run side by side, because pip uses one core; an environment takes up to 6 GiB."""
 FENCE = re.compile(r"^```(?P<language>\w*)(?: title=\"(?P<title>[^\"]+)\")?\s*$")
 SLOW = re.compile(r"^<!-- slow: (.+) -->$", re.MULTILINE)
 NOT_RUN = re.compile(r"^<!-- not run: (.+) -->$")
 BUILD = "builds the packages"
 RUN = ("bash", "python")
 CLONE = re.compile(r"git clone (?:-\S+ )*(https://\S+)")
-RUNNING: set[subprocess.Popen[bytes]] = set()
-
-
-class Failure(Exception):
-    """Something went wrong that the message explains."""
 
 
 @dataclass
@@ -169,13 +161,6 @@ def environment(
     return variables
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and those that it started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 def test(name: str, folder: Path, torch: str | None, repo: Path | None, online: bool) -> dict[str, object]:
     """Run one README; returns what came of it."""
     found = blocks(readme(name).read_text())
@@ -184,24 +169,9 @@ def test(name: str, folder: Path, torch: str | None, repo: Path | None, online: 
     (home / "work").mkdir(parents=True)
     (home / "run.sh").write_text(script(wanted, home))
     log = RESULTS / f"{name}.log"
+    log.unlink(missing_ok=True)
     start = time.monotonic()
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            ["bash", home / "run.sh"],
-            cwd=home / "work",
-            env=environment(folder, home, torch, repo, found),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        RUNNING.add(process)
-        try:
-            status = process.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            kill(process)
-            status = 124
-        RUNNING.discard(process)
+    status = running.run(["bash", home / "run.sh"], log, environment(folder, home, torch, repo, found))
     seconds = time.monotonic() - start
     doctor = (home / "doctor").read_text() if (home / "doctor").exists() else ""
     package = "quest-core" if name == "core" else f"quest-{name}"
@@ -228,10 +198,7 @@ def report(result: dict[str, object]) -> None:
     for line, reason in result["not_run"]:  # type: ignore[attr-defined]
         print(f"        line {line} not run: {reason}")
     if not result["ok"]:
-        print(f"        {result['why']}")
-        print(
-            "".join(f"        {line}\n" for line in (RESULTS / f"{result['name']}.log").read_text().splitlines()[-40:])
-        )
+        print(f"        {result['why']}", running.tail(RESULTS / f"{result['name']}.log"), sep="\n")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -266,23 +233,12 @@ def main(arguments: Sequence[str]) -> int:
             build(folder)
             repo = given.repo and given.repo.resolve()
 
-            def one(name: str) -> dict[str, object]:
-                log = (RESULTS / f"{name}.log").relative_to(ROOT)
-                print(f"...     {name} (log: {log})\n", end="", flush=True)  # in one piece
+            for name in chosen:
+                print(f"...     {name} (log: {(RESULTS / f'{name}.log').relative_to(ROOT)})", flush=True)
                 result = test(name, folder, given.torch, repo, given.online)
                 shutil.rmtree(folder / name)
-                return result
-
-            with ThreadPoolExecutor(AT_A_TIME) as pool:
-                try:
-                    for result in pool.map(one, chosen):
-                        report(result)
-                        ok = ok and bool(result["ok"])
-                except BaseException:  # interrupted
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    for process in list(RUNNING):
-                        kill(process)
-                    raise
+                report(result)
+                ok = ok and bool(result["ok"])
     except Failure as failure:
         print(f"./dev install-test: {failure}", file=sys.stderr)
         return 1
