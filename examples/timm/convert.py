@@ -1,6 +1,6 @@
 """Convert a trained ViT of timm from standard attention to QUEST, and measure its accuracy before and after.
 
-    OMP_NUM_THREADS=1 python examples/timm/convert.py [--attention quest] [--epochs 4] [--tune 1] [--seeds 3]
+    OMP_NUM_THREADS=1 python examples/timm/convert.py
 
 timm's VisionTransformer (4 layers, width 64, patches of 4) is trained here from random weights on Fashion-MNIST, from
 Debian's package dataset-fashion-mnist or from the folder --data. Every model is fine-tuned on the same batches; the
@@ -13,7 +13,6 @@ import argparse
 import copy
 import gzip
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 
 import timm
@@ -22,6 +21,8 @@ from torch import Tensor, nn
 
 import quest_core
 
+ATTENTION = "quest"
+SEEDS, IMAGES, EPOCHS, TUNE = 3, 12000, 4, 1  # epochs of the stock model, and after the conversion
 BATCH = 64
 
 
@@ -93,24 +94,24 @@ def head_errors(stock: nn.Module, report: quest_core.CalibrationReport, images: 
     )
 
 
-def run(seed: int, options: argparse.Namespace) -> dict[str, tuple[float, float]]:
+def run(seed: int, data: Path) -> dict[str, tuple[float, float]]:
     """Return the test accuracy of each model before and after fine-tuning."""
-    (images, labels), test = read(options.data, "train"), read(options.data, "t10k")
-    images, labels = images[: options.images], labels[: options.images]
+    (images, labels), test = read(data, "train"), read(data, "t10k")
+    images, labels = images[:IMAGES], labels[:IMAGES]
     torch.manual_seed(seed)
     sizes = {"img_size": 28, "patch_size": 4, "in_chans": 1, "embed_dim": 64, "depth": 4, "num_heads": 4}
     stock = timm.create_model("vit_tiny_patch16_224", num_classes=10, **sizes)
-    train(stock, images, labels, options.epochs, 2e-3, seed)
+    train(stock, images, labels, EPOCHS, 2e-3, seed)
     batches = images[torch.randperm(len(images))[:512]].split(64)
 
-    plain, _ = quest_core.inject(copy.deepcopy(stock), options.attention)
-    converted, report = quest_core.calibrate(copy.deepcopy(stock), batches, options.attention)
+    plain, _ = quest_core.inject(copy.deepcopy(stock), ATTENTION)
+    converted, report = quest_core.calibrate(copy.deepcopy(stock), batches, ATTENTION)
     print(f"seed {seed}: {report}", flush=True)
     print(f"  {head_errors(stock, report, torch.cat(batches))}", flush=True)
     found = {}
     for name, model in (("standard", stock), ("injected, not calibrated", plain), ("calibrated", converted)):
         before = accuracy(model, *test)
-        train(model, images, labels, options.tune, 5e-4, seed + 100)
+        train(model, images, labels, TUNE, 5e-4, seed + 100)
         found[name] = before, accuracy(model, *test)
         print(f"  {name}: {found[name][0]:.2f} -> {found[name][1]:.2f}", flush=True)
     return found
@@ -118,23 +119,13 @@ def run(seed: int, options: argparse.Namespace) -> dict[str, tuple[float, float]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--attention", default="quest")
-    parser.add_argument("--epochs", type=int, default=4, help="of the stock model")
-    parser.add_argument("--tune", type=int, default=1, help="epochs after the conversion")
-    parser.add_argument("--images", type=int, default=12000, help="how many of the 60,000 to train on")
-    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--data", type=Path, default=Path("/usr/share/datasets/fashion-mnist"))
-    options = parser.parse_args()
-    found = [run(seed, options) for seed in range(options.seeds)]
+    data = parser.parse_args().data
+    found = [run(seed, data) for seed in range(SEEDS)]
     print("test accuracy in %, mean (standard deviation over seeds), before and after fine-tuning")
     for name in found[0]:
-        before, after = zip(*(each[name] for each in found), strict=True)
-        print(f"{name:<26}{spread(before)}  {spread(after)}")
-
-
-def spread(values: Sequence[float]) -> str:
-    """Return the mean of `values` and their standard deviation."""
-    return f"{statistics.mean(values):6.2f} ({statistics.stdev(values) if len(values) > 1 else 0:.2f})"
+        columns = zip(*(each[name] for each in found), strict=True)
+        print(f"{name:<26}" + "  ".join(f"{statistics.mean(x):6.2f} ({statistics.stdev(x):.2f})" for x in columns))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Convert a trained GPT-2 from standard attention to QUEST, and measure its perplexity before and after.
 
-    OMP_NUM_THREADS=1 python examples/transformers/convert.py [--attention quest] [--steps 800] [--tune 150] [--seeds 3]
+    OMP_NUM_THREADS=1 python examples/transformers/convert.py
 
 The model is a small GPT-2 on bytes, trained here from random weights on Python's own documentation (pydoc_data.topics,
 in the standard library). Every model is fine-tuned on the same batches; the stock model is too, as the control.
@@ -8,12 +8,10 @@ in the standard library). Every model is fine-tuned on the same batches; the sto
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import statistics
 import tempfile
-from collections.abc import Sequence
 from pydoc_data.topics import topics
 
 import torch
@@ -23,6 +21,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 import quest_core
 import quest_transformers  # noqa: F401  registers the name
 
+ATTENTION = "quest"
+SEEDS, STEPS, TUNE = 3, 800, 150  # updates of the stock model, and after the conversion
 LENGTH, BATCH, PIECE = 64, 16, 2048
 
 
@@ -65,48 +65,37 @@ def perplexity(model: nn.Module, data: Tensor) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--attention", default="quest")
-    parser.add_argument("--steps", type=int, default=800, help="updates of the stock model")
-    parser.add_argument("--tune", type=int, default=150, help="updates after the conversion")
-    parser.add_argument("--seeds", type=int, default=3)
-    options = parser.parse_args()
     data, held_out = text()
-    found = [run(seed, options, data, held_out) for seed in range(options.seeds)]
+    found = [run(seed, data, held_out) for seed in range(SEEDS)]
     print("perplexity per byte on held-out text, mean (spread over seeds), before and after fine-tuning")
     for name in found[0]:
-        before, after = zip(*(each[name] for each in found), strict=True)
-        print(f"{name:<26}{spread(before)}  {spread(after)}")
+        columns = zip(*(each[name] for each in found), strict=True)
+        print(f"{name:<26}" + "  ".join(f"{statistics.mean(x):7.3f} ({statistics.stdev(x):.3f})" for x in columns))
 
 
-def spread(values: Sequence[float]) -> str:
-    """Return the mean of `values` and their standard deviation."""
-    return f"{statistics.mean(values):7.3f} ({statistics.stdev(values) if len(values) > 1 else 0:.3f})"
-
-
-def run(seed: int, options: argparse.Namespace, data: Tensor, held_out: Tensor) -> dict[str, tuple[float, float]]:
+def run(seed: int, data: Tensor, held_out: Tensor) -> dict[str, tuple[float, float]]:
     """Return the perplexity of each model before and after fine-tuning."""
     torch.manual_seed(seed)
     stock = GPT2LMHeadModel(
         GPT2Config(vocab_size=256, n_positions=LENGTH, n_embd=64, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0)
     )
-    train(stock, data, options.steps, 3e-3, seed)
+    train(stock, data, STEPS, 3e-3, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     calibration = [batch(data, generator) for _ in range(8)]
 
-    plain, _ = quest_core.inject(copy.deepcopy(stock), options.attention)
-    converted, report = quest_core.calibrate(copy.deepcopy(stock), calibration, options.attention)
+    plain, _ = quest_core.inject(copy.deepcopy(stock), ATTENTION)
+    converted, report = quest_core.calibrate(copy.deepcopy(stock), calibration, ATTENTION)
     print(f"seed {seed}: {report}", flush=True)
     found = {}
     for name, model in (("standard", stock), ("injected, not calibrated", plain), ("converted", converted)):
         before = perplexity(model, held_out)
-        train(model, data, options.tune, 1e-3, seed + 2)
+        train(model, data, TUNE, 1e-3, seed + 2)
         found[name] = before, perplexity(model, held_out)
 
     with tempfile.TemporaryDirectory() as folder:
         converted.save_pretrained(folder)
         again = AutoModelForCausalLM.from_pretrained(folder)
-        assert again.config.attention == options.attention
+        assert again.config.attention == ATTENTION
         assert math.isclose(perplexity(again, held_out), found["converted"][1], rel_tol=1e-5)
     return found
 

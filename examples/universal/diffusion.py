@@ -1,6 +1,6 @@
 """Train a diffusion transformer of diffusers, which no adapter knows, with any attention through the universal site.
 
-    OMP_NUM_THREADS=1 python examples/universal/diffusion.py [--attentions standard quest] [--steps 400] [--seeds 3]
+    OMP_NUM_THREADS=1 python examples/universal/diffusion.py
 
 DiTTransformer2DModel (4 layers, width 64, patches of 4, class labels) learns to predict the noise in images of
 Fashion-MNIST, from Debian's package dataset-fashion-mnist or from the folder --data. For each seed all attentions start
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 import quest_core
 
-BATCH = 64
+ATTENTIONS = ("standard", "quest")  # the first is the baseline
+SEEDS, STEPS, BATCH = 3, 400, 64
 
 
 def read(folder: Path, split: str) -> tuple[Tensor, Tensor]:
@@ -40,9 +41,9 @@ def loss(model: nn.Module, images: Tensor, labels: Tensor, generator: torch.Gene
     return nn.functional.mse_loss(model(**given).sample, noise)
 
 
-def run(attention: str, seed: int, options: argparse.Namespace) -> float:
+def run(attention: str, seed: int, data: Path) -> float:
     """Return the loss on the test images after training."""
-    (images, labels), test = read(options.data, "train"), read(options.data, "t10k")
+    (images, labels), test = read(data, "train"), read(data, "t10k")
     torch.manual_seed(seed)
     model = DiTTransformer2DModel(
         num_attention_heads=4, attention_head_dim=16, in_channels=1, out_channels=1, num_layers=4, norm_num_groups=1,
@@ -52,12 +53,10 @@ def run(attention: str, seed: int, options: argparse.Namespace) -> float:
     model, report = quest_core.inject(model, attention, example=example)
     print(f"seed {seed}: {report}", flush=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / 100, 1) * (1 - step / options.steps)
-    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 100, 1) * (1 - step / STEPS))
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)  # the model drops class labels
-    for _ in range(options.steps):
+    for _ in range(STEPS):
         rows = torch.randint(len(images), (BATCH,), generator=generator)
         loss(model, images[rows], labels[rows], generator).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -75,13 +74,10 @@ def run(attention: str, seed: int, options: argparse.Namespace) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--attentions", nargs="+", default=["standard", "quest"], help="the first is the baseline")
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--data", type=Path, default=Path("/usr/share/datasets/fashion-mnist"))
-    options = parser.parse_args()
-    found = {name: [run(name, seed, options) for seed in range(options.seeds)] for name in options.attentions}
-    baseline = found[options.attentions[0]]
+    data = parser.parse_args().data
+    found = {name: [run(name, seed, data) for seed in range(SEEDS)] for name in ATTENTIONS}
+    baseline = found[ATTENTIONS[0]]
     print("test loss of the predicted noise: mean; difference from the first by seed")
     for name, losses in found.items():
         gaps = "  ".join(f"{one - other:+.4f}" for one, other in zip(losses, baseline, strict=True))
