@@ -31,7 +31,8 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -285,31 +286,26 @@ def _send(package: str, model: str, to: Connection) -> None:
         to.send(asdict(attempt(package, model)))
 
 
-def measure(models: Iterable[tuple[str, str]], jobs: int) -> Iterator[Row]:
+def measure(models: list[tuple[str, str]], jobs: int) -> Iterator[Row]:
     """Try models, each in a process of its own; yield their rows as they come."""
+    with ThreadPool(jobs) as pool:
+        yield from pool.imap_unordered(apart, models)
+
+
+def apart(model: tuple[str, str]) -> Row:
+    """Return the row of one model, tried in a process of its own, which may end without one."""
     context = multiprocessing.get_context("fork")  # nothing is imported again
-    waiting = iter(models)
-    running: dict[int, tuple[Any, Any, str, str]] = {}
-    while True:
-        for package, name in waiting:
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_send, args=(package, name, sender))
-            process.start()
-            sender.close()
-            running[process.sentinel] = (process, receiver, package, name)
-            if len(running) >= jobs:
-                break
-        if not running:
-            return
-        for sentinel in wait(list(running)):
-            process, receiver, package, name = running.pop(sentinel)  # type: ignore[arg-type]
-            process.join()
-            try:
-                yield Row(**receiver.recv())
-            except EOFError:
-                slow = process.exitcode in (-signal.SIGPROF, -signal.SIGALRM)
-                took = f"took more than {LIMIT} s" if slow else "its process ended"
-                yield Row(package, version_of(package), name, "not", reason=took)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(*model, sender))
+    process.start()
+    sender.close()
+    try:
+        return Row(**receiver.recv())
+    except EOFError:
+        process.join()
+        slow = process.exitcode in (-signal.SIGPROF, -signal.SIGALRM)
+        took = f"took more than {LIMIT} s" if slow else "its process ended"
+        return Row(model[0], version_of(model[0]), model[1], "not", reason=took)
 
 
 def read() -> dict[tuple[str, str], Row]:
