@@ -14,13 +14,13 @@ import itertools
 import math
 import multiprocessing
 import os
-import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,6 +33,8 @@ from quest_bench.plan import parse_attentions, portable
 from quest_bench.store import commit
 from quest_bench.worker import cores, machine, write_text
 from quest_core.errors import ConfigError, QuestError
+
+from .gpu import in_turns
 
 Attend = Callable[..., Tensor]
 Shape = tuple[int, int, int, int]
@@ -169,21 +171,15 @@ def _time(attend: Attend, make: Fresh, backward: bool, repeats: int, **how: Tens
 
 def measure(plan: Plan, threads: int) -> list[Timing]:
     """Time every contender, in this process and with its number of threads, which the rows record."""
-    order = random.Random(0)
     rows: list[Timing] = []
     for (peer, shape, layout), backward in itertools.product(plan.races(), (False, True)):
         print(f"{threads} threads: {shape} {layout} {DIRECTIONS[backward]}", file=sys.stderr, flush=True)
         make, racing = fresh(layout, shape), contenders(plan, peer, shape)
         how = {"attn_mask": padding(shape)} if layout == "padded" else {}
-        for attend in racing.values():
-            _time(attend, make, backward, 2, **how)  # warm up
-        repeats = max(1, int(plan.slice_seconds / _time(racing[peer], make, backward, 2, **how)))
-        times: dict[str, list[float]] = {name: [] for name in racing}
-        turn = list(racing)
-        for _ in range(plan.rounds):
-            order.shuffle(turn)
-            for name in turn:
-                times[name].append(_time(racing[name], make, backward, repeats, **how))
+        timers = {name: partial(_time, attend, make, backward, **how) for name, attend in racing.items()}
+        for timer in timers.values():
+            timer(2)  # warm up
+        times = in_turns(timers, plan.rounds, plan.slice_seconds, 0)
         pairs = [(peer, name) for name in racing] + [(FORMULA, "quest")] * ({FORMULA, "quest"} <= racing.keys())
         for base, name in pairs:
             ratios = [own / other for own, other in zip(times[name], times[base], strict=True)]

@@ -76,22 +76,16 @@ def run(cell: Cell, progress: Progress) -> Result:
     config = AttentionConfig.parse(cell.attention)
     if config.family or config.option("kv_heads") is not None:
         raise ConfigError(f"attention '{config}' is a family or has kv_heads, which this suite chooses: {grouped}")
-    upstream, downstream = halves(cell, options)
     try:
-        return _phases(cell, progress, options, config, grouped, upstream, downstream)
+        return _phases(cell, progress, options, config, grouped)
     except DivergedError:
         return Result({"accuracy": math.nan, "fine-tuned": math.nan, "fine-tuned from gqa": math.nan})
 
 
 def _phases(
-    cell: Cell,
-    progress: Progress,
-    options: Mapping[str, Any],
-    config: AttentionConfig,
-    grouped: list[int],
-    upstream: Half,
-    downstream: Half,
+    cell: Cell, progress: Progress, options: Mapping[str, Any], config: AttentionConfig, grouped: list[int]
 ) -> Result:
+    upstream, downstream = halves(cell, options)
     half = grouped[-1]
     multi_head = not any(part.reshapes for part in config.components)
     own = {count: with_heads(config, count) for count in ([half] if multi_head else grouped)}
