@@ -103,7 +103,12 @@ def _facts(out: Path, baseline: str) -> dict[str, Any]:
         for place, group in enumerate(found):
             group.plots = _plots(group, table, f"{place + 1:02d}", points)
     runs = store.read_run(out)
-    overview = _overview(found, baseline)
+    caption = (
+        f"Paired differences from {baseline}, in the unit of each table, with uncorrected 95% intervals; right is "
+        "better. A row with a failed seed has no interval."
+    )
+    forest = charts.forest(found, baseline)
+    overview = [Chart("All tasks", caption, forest, "00-forest.png")] if forest else []
     states = {state: sum(cell.state == state for cell in cells) for state in ("done", "failed", "unfinished")}
     tested = sum(bool(row.comparison and row.comparison.test) for group in found for row in group.rows)
     plots = [*overview, *itertools.chain.from_iterable(group.plots for group in found)]
@@ -188,15 +193,6 @@ def _places(plots: Sequence[Chart | Picture]) -> dict[str, range]:
     return found
 
 
-def _overview(found: Sequence[Group], baseline: str) -> list[Chart]:
-    specs = charts.forest(found, baseline)
-    caption = (
-        f"Paired differences from {baseline}, in the unit of each table, with uncorrected 95% intervals; right is "
-        "better. A row with a failed seed has no interval."
-    )
-    return [Chart("All tasks", caption, specs, "00-forest.png")] if specs else []
-
-
 def _plots(group: Group, table: pd.DataFrame, prefix: str, points: int) -> list[Chart | Picture]:
     order = [row.attention for row in group.rows]
     done = [cell for cell in group.cells if cell.result is not None]
@@ -205,7 +201,8 @@ def _plots(group: Group, table: pd.DataFrame, prefix: str, points: int) -> list[
         return []
 
     def file(title: str) -> str:
-        return f"{prefix}-{_slug(f'{group.task}-{title}')}.png"
+        slug = re.sub(r"[^a-z0-9]+", "-", f"{group.task}-{title}".lower()).strip("-")
+        return f"{prefix}-{slug}.png"
 
     caption = "Small dots are seeds; the bar is the 95% t-interval of their mean, and absent if a seed failed."
     if any(row.paper is not None for row in group.rows):
@@ -240,7 +237,3 @@ def _plots(group: Group, table: pd.DataFrame, prefix: str, points: int) -> list[
         except Exception as error:  # the numbers are worth a report without these plots
             group.notes.append(f"The suite's own plots ({group.suite.plots}) could not be drawn: {error!r}.")
     return drawn
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

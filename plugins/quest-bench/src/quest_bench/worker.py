@@ -129,13 +129,6 @@ def describe() -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def list_tasks(function: str, data: str) -> dict[str, Any]:
-    """Return what a suite's function "module:name" finds in a data folder: task -> {"files": [...], "problem": ...}."""
-    module, _, name = function.partition(":")
-    found: dict[str, Any] = getattr(importlib.import_module(module), name)(Path(data))
-    return found
-
-
 def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
     """Run the cell of one cell.json and write result.json next to it."""
     from quest_suites.contract import STATE, Cell
@@ -399,8 +392,9 @@ def main(argv: list[str]) -> int:
         print(json.dumps(encode(describe())))
         return 0
     if len(argv) == 3 and argv[0] == "tasks":
-        try:
-            print(json.dumps(encode(list_tasks(argv[1], argv[2]))))
+        module, _, name = argv[1].partition(":")
+        try:  # task -> {"files": [...], "problem": ...}
+            print(json.dumps(encode(getattr(importlib.import_module(module), name)(Path(argv[2])))))
         except Exception as error:
             from quest_core.errors import QuestError  # only here, because it imports PyTorch
 
