@@ -52,7 +52,7 @@ def test_ratios_are_taken_round_by_round(monkeypatch):
     calls = iter(range(10_000))
     peers = (torch.nn.functional.scaled_dot_product_attention, speed.naive_linear)
 
-    def clock(attend, make, backward, repeats):
+    def clock(attend, make, backward, how, repeats):
         slow = 4 if next(calls) > 20 else 1
         return slow * (1.0 if attend in peers else 2.0)
 

@@ -34,7 +34,7 @@ from quest_bench.store import commit
 from quest_bench.worker import cores, machine, write_text
 from quest_core.errors import ConfigError, QuestError
 
-from .gpu import in_turns
+from .gpu import Timer, in_turns
 
 Attend = Callable[..., Tensor]
 Shape = tuple[int, int, int, int]
@@ -153,7 +153,7 @@ def padding(shape: Shape) -> Tensor:
     return (torch.arange(n) < n - n // 4).expand(batch, 1, 1, n).contiguous()
 
 
-def _time(attend: Attend, make: Fresh, backward: bool, repeats: int, **how: Tensor) -> float:
+def _time(attend: Attend, make: Fresh, backward: bool, how: dict[str, Tensor], repeats: int) -> float:
     """Seconds of one call with fresh tensors, the mean of `repeats` calls; making the tensors does not count."""
     parameters = list(attend.parameters()) if isinstance(attend, torch.nn.Module) else []
     total = 0.0
@@ -176,7 +176,9 @@ def measure(plan: Plan, threads: int) -> list[Timing]:
         print(f"{threads} threads: {shape} {layout} {DIRECTIONS[backward]}", file=sys.stderr, flush=True)
         make, racing = fresh(layout, shape), contenders(plan, peer, shape)
         how = {"attn_mask": padding(shape)} if layout == "padded" else {}
-        timers = {name: partial(_time, attend, make, backward, **how) for name, attend in racing.items()}
+        timers: dict[str, Timer] = {
+            name: partial(_time, attend, make, backward, how) for name, attend in racing.items()
+        }
         for timer in timers.values():
             timer(2)  # warm up
         times = in_turns(timers, plan.rounds, plan.slice_seconds, 0)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from collections.abc import Callable
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 import quest_core
 from quest_core.tools.calibration import refuse_uncalibratable
-from quest_suites.contract import Cell, Progress, Result, load_state, save_state
+from quest_suites.contract import Cell, Progress, Result, load_state, part, save_state
 
 from .training import token_loss
 
@@ -71,7 +70,7 @@ def train(
     steps: int,
     rate: float,
     seed: int,
-    done: Callable[[int], None],
+    progress: Progress,
 ) -> dict[int, float]:
     """Train with AdamW, a warm-up over a twentieth of the steps and cosine decay; return held-out losses by step."""
     generator = torch.Generator().manual_seed(seed)
@@ -95,7 +94,7 @@ def train(
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-            done(step + 1)
+            progress((step + 1) / steps, f"step {step + 1}")
     return losses
 
 
@@ -113,13 +112,9 @@ def run(cell: Cell, progress: Progress) -> Result:
         refuse_uncalibratable(config)
     pretrain, finetune = (4, 4) if cell.smoke else (cell.options["pretrain"], cell.options["finetune"])
     arms = ["loss"] if stock else ["loss", "loss without calibration"]
-    total = pretrain + finetune * len(arms)
     text, rest, vocabulary = corpus()
     held_out = [draw(rest, torch.Generator().manual_seed(1000 + i)) for i in range(2 if cell.smoke else 12)]
-
-    def report(before: int) -> Callable[[int], None]:
-        return lambda step: progress((before + step) / total, f"step {before + step}")
-
+    shares = 1 + len(arms)
     torch.manual_seed(cell.seed)
     model = LanguageModel(vocabulary)
     curves: dict[str, dict[int, float]] = {}
@@ -127,12 +122,14 @@ def run(cell: Cell, progress: Progress) -> Result:
         model.load_state_dict(state["model"])
         curves = state["curves"]
     else:
-        curves["pretraining"] = train(model, text, held_out, pretrain, PRETRAIN_RATE, cell.seed, report(0))
+        curves["pretraining"] = train(
+            model, text, held_out, pretrain, PRETRAIN_RATE, cell.seed, part(progress, 0, shares)
+        )
         save_state(cell, {"model": model.state_dict(), "curves": curves})
     generator = torch.Generator().manual_seed(500 + cell.seed)
     samples = [draw(text, generator)[0] for _ in range(4)]
     details: dict[str, Any] = {"pretrained": curves["pretraining"][pretrain]}
-    for place, arm in enumerate(arms):
+    for place, arm in enumerate(arms, 1):
         if arm in curves:
             continue
         tuned: nn.Module = copy.deepcopy(model)
@@ -142,8 +139,8 @@ def run(cell: Cell, progress: Progress) -> Result:
             details |= {"change": made.calibrated, "change without calibration": made.uncalibrated}
         elif not stock:
             tuned, _ = quest_core.inject(tuned, config)
-        rate, before = cell.options["rate"], pretrain + place * finetune
-        curves[arm] = train(tuned, text, held_out, finetune, rate, 100 + cell.seed, report(before))
+        own = part(progress, place, shares)
+        curves[arm] = train(tuned, text, held_out, finetune, cell.options["rate"], 100 + cell.seed, own)
         save_state(cell, {"model": model.state_dict(), "curves": curves})
     plain = curves[arms[-1]]
     return Result(

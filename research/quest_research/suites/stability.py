@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -35,27 +35,15 @@ EVERY = 10
 WATCHED = ("max_logit", "entropy", "query_norm", "key_norm")
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Data and model of a task."""
-
-    train: Split
-    validation: Split
-    test: Split
-    make: Callable[[], nn.Module]
-    guess: float  # the accuracy of guessing, in %
+Problem: TypeAlias = tuple[Split, Split, Split, Callable[[], nn.Module], float]
+"""Training, validation and test; what builds the model; and the accuracy of guessing, in %."""
 
 
 def vit(cell: Cell, options: Mapping[str, Any], draw: torch.Generator) -> Problem:
     """Return the Vision Transformer and its images."""
     data = images.load(cell.data, options, draw)
-    return Problem(
-        data.train,
-        data.validation,
-        data.test,
-        lambda: images.build(cell.attention, data, options),
-        100 / data.classes,
-    )
+    make = partial(images.build, cell.attention, data, options)
+    return data.train, data.validation, data.test, make, 100 / data.classes
 
 
 def pydocs(cell: Cell, options: Mapping[str, Any], draw: torch.Generator) -> Problem:
@@ -69,7 +57,7 @@ def pydocs(cell: Cell, options: Mapping[str, Any], draw: torch.Generator) -> Pro
         return pieces[:, :-1], pieces[:, 1:]
 
     half = len(rest) // 2
-    return Problem(
+    return (
         windows(text, options["train"]),
         windows(rest[:half], options["validation"]),
         windows(rest[half:], options["test"]),
@@ -113,12 +101,12 @@ def run(cell: Cell, progress: Progress) -> Result:
     if cell.smoke:
         options |= {"train": 128, "validation": 64, "test": 128, "epochs": 1, "layers": 2, "rates": 2}
     draw = torch.Generator().manual_seed(cell.seed)
-    problem = {"vit": vit, "pydocs": pydocs}[cell.task](cell, options, draw)
-    probe = problem.validation[0][:128]
+    training, validation, test, make, guess = {"vit": vit, "pydocs": pydocs}[cell.task](cell, options, draw)
+    probe = validation[0][:128]
 
     def train(rate: float, name: str, progress: Progress) -> Trained:
         torch.manual_seed(cell.seed)
-        model = problem.make()
+        model = make()
         watch = quest_core.Watch(model, every=EVERY)
         clip = quest_core.QKClip(model, options["qk_clip"]) if options["qk_clip"] else None
         logits: list[float] = []
@@ -138,8 +126,8 @@ def run(cell: Cell, progress: Progress) -> Result:
             cell,
             name,
             model,
-            problem.train,
-            {"validation": problem.validation},
+            training,
+            {"validation": validation},
             options,
             rate=rate,
             draw=torch.Generator().manual_seed(cell.seed),
@@ -148,7 +136,7 @@ def run(cell: Cell, progress: Progress) -> Result:
             watch=look,
             after=after,
         )
-        return tested(model, found, problem.test, problem.guess)
+        return tested(model, found, test, guess)
 
     return over_rates(sweep(options["lowest"], options["rates"], train, progress))
 

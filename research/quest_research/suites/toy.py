@@ -293,16 +293,11 @@ def _accuracy(models: Models, data: Sequences) -> Tensor:
 @torch.no_grad()
 def _key_norms(models: Models, data: Sequences) -> Tensor:
     """Mean key norm of each of KINDS on the first samples, [3, M]; NaN for a kind that they lack."""
-    kinds: list[list[Tensor]] = [[] for _ in KINDS]
-    for start in range(0, min(PROBE, len(data.x)), CHUNK):
-        inside = slice(start, start + CHUNK)
-        _, keys = models(data.x[inside])
-        norms = keys[:, :, 1:].norm(dim=-1)  # [M, B, N]
-        answer = F.one_hot(data.location[inside], norms.shape[-1]).bool()  # [B, N]
-        biased = data.biased[inside, None]
-        for kind, mask in zip(kinds, (answer & biased, answer & ~biased, ~answer), strict=True):
-            kind.append(norms[:, mask])
-    return torch.stack([torch.cat(kind, dim=1).mean(dim=1) for kind in kinds])
+    _, keys = models(data.x[:PROBE])
+    norms = keys[:, :, 1:].norm(dim=-1)  # [M, B, N]
+    answer = F.one_hot(data.location[:PROBE], norms.shape[-1]).bool()  # [B, N]
+    biased = data.biased[:PROBE, None]
+    return torch.stack([norms[:, mask].mean(dim=1) for mask in (answer & biased, answer & ~biased, ~answer)])
 
 
 def _judge(grid: list[tuple[float, float, int]], train: Tensor, test: Tensor, losses: Tensor, norms: Tensor) -> Result:
