@@ -173,7 +173,7 @@ def test_metrics():
     assert tasks.class_accuracy(halves) == pytest.approx(75)  # both of class 1, one of two of class 0
     logits = torch.tensor([[2.0, 0.0, 1.0], [0.0, 1.0, 2.0]])
     assert tasks.class_accuracy([(logits, torch.tensor([0, 1]))]) == pytest.approx(50)
-    assert tasks.absolute_error([(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 3.0]))]) == pytest.approx(0.5)
+    assert tasks.METRICS["ZINC"][2]([(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 3.0]))]) == pytest.approx(0.5)
 
 
 def test_accuracy_counts_graphs():

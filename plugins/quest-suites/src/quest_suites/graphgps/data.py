@@ -91,17 +91,17 @@ def cluster_graphs(sizes: Sequence[int], seed: int) -> list[list[Data]]:
     number from 1 to 6 as its feature, all others 0; seven values, one-hot.
     """
     generator = torch.Generator().manual_seed(seed)
-    return [[_cluster(generator) for _ in range(graphs)] for graphs in sizes]
 
+    def draw() -> Data:
+        sizes = _sizes(6, generator)
+        linked, block = block_model(sizes, 0.55, 0.25, generator)
+        feature = torch.zeros(len(block), dtype=torch.long)
+        first = sizes.cumsum(0) - sizes
+        chosen = first + (torch.rand(6, generator=generator) * sizes).long()
+        feature[chosen] = torch.arange(1, 7)
+        return _data(linked, feature, 7, block, generator)
 
-def _cluster(generator: torch.Generator) -> Data:
-    sizes = _sizes(6, generator)
-    linked, block = block_model(sizes, 0.55, 0.25, generator)
-    feature = torch.zeros(len(block), dtype=torch.long)
-    first = sizes.cumsum(0) - sizes
-    chosen = first + (torch.rand(6, generator=generator) * sizes).long()
-    feature[chosen] = torch.arange(1, 7)
-    return _data(linked, feature, 7, block, generator)
+    return [[draw() for _ in range(graphs)] for graphs in sizes]
 
 
 def _sizes(blocks: int, generator: torch.Generator) -> Tensor:

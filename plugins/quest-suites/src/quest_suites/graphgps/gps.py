@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -417,21 +417,15 @@ MEMORY: dict[str, Sequence[Iterable[Any]]] = {}
 """Splits by name, for `dataset.format: memory`."""
 
 
-def gnn_benchmark(folder: object, name: str, split: str) -> GNNBenchmarkDataset:
-    """Return one split of PATTERN, CLUSTER, MNIST or CIFAR10 in `folder`."""
-    superpixels = name in ("MNIST", "CIFAR10")
-    return GNNBenchmarkDataset(
-        f"{folder}/GNNBenchmarkDataset", name, split, transform=join_positions if superpixels else None
-    )
-
-
-def _reader(format: str, name: str, folder: str) -> Callable[[str], Any] | None:
-    """Return a function that loads one split of the dataset in a config, or None for an unknown format."""
-    if format == "PyG-GNNBenchmarkDataset":
-        return lambda split: gnn_benchmark(folder, name, split)
+def read(format: str, name: str, folder: object) -> list[Any] | None:
+    """Return the three splits of ZINC, PATTERN, CLUSTER, MNIST or CIFAR10 in `folder`, or None for another format."""
     if format == "PyG-ZINC":
-        return lambda split: ZINC(f"{folder}/ZINC", subset=name == "subset", split=split)
-    return None
+        return [ZINC(f"{folder}/ZINC", subset=name == "subset", split=split) for split in SPLITS]
+    if format != "PyG-GNNBenchmarkDataset":
+        return None
+    transform = join_positions if name in ("MNIST", "CIFAR10") else None
+    root = f"{folder}/GNNBenchmarkDataset"
+    return [GNNBenchmarkDataset(root, name, split, transform=transform) for split in SPLITS]
 
 
 @register.register_loader("quest_graphgps")
@@ -441,8 +435,8 @@ def load(format: str, name: str, dataset_dir: str) -> Graphs | None:
         if name not in MEMORY:
             raise ConfigError(f"dataset.name is {name!r}, which is not in MEMORY; {one_of(name, MEMORY)}")
         return Graphs(MEMORY[name])
-    read = _reader(format, name, dataset_dir)
-    return Graphs([read(split) for split in SPLITS]) if read else None
+    splits = read(format, name, dataset_dir)
+    return Graphs(splits) if splits else None
 
 
 register.register_config("gps", declare)

@@ -233,16 +233,9 @@ def class_accuracy(pairs: Pairs) -> float:
     return 100 * (right / count)[count > 0].mean().item()
 
 
-def absolute_error(pairs: Pairs) -> float:
-    """Return the mean absolute error over all graphs and targets."""
-    pred, true = (torch.cat([part.flatten() for part in parts]) for parts in zip(*pairs, strict=True))
-    return (pred - true).abs().mean().item()
-
-
-def root_mean_square_error(pairs: Pairs) -> float:
-    """Return the root of the mean squared error over all graphs."""
-    pred, true = (torch.cat([part.flatten() for part in parts]) for parts in zip(*pairs, strict=True))
-    return (pred - true).square().mean().sqrt().item()
+def errors(pairs: Pairs) -> Tensor:
+    """Return the errors of all graphs and targets."""
+    return torch.cat([pred.flatten() - true.flatten() for pred, true in pairs])
 
 
 def accuracy(pairs: Pairs) -> float:
@@ -260,9 +253,9 @@ def _predictions(pairs: Pairs) -> tuple[Tensor, Tensor]:
 METRICS: dict[str, tuple[str, bool, Callable[[Pairs], float]]] = {
     "PATTERN": ("accuracy", True, class_accuracy),
     "CLUSTER": ("accuracy", True, class_accuracy),
-    "ZINC": ("mae", False, absolute_error),
+    "ZINC": ("mae", False, lambda pairs: errors(pairs).abs().mean().item()),
     "CIFAR10": ("accuracy", True, accuracy),
-    "graph/molecules": ("rmse", False, root_mean_square_error),
+    "graph/molecules": ("rmse", False, lambda pairs: errors(pairs).square().mean().sqrt().item()),
 }
 """Task, or suite -> its metric, whether higher is better, and the function that measures it."""
 
@@ -271,10 +264,8 @@ METRICS: dict[str, tuple[str, bool, Callable[[Pairs], float]]] = {
 
 def splits(cell: Cell) -> list[list[Any]]:
     """Return the graphs of training, validation and test, as many as the cell's options request."""
-    from torch_geometric.datasets import ZINC
-
-    from .data import GENERATORS, MOLECULES, SPLITS, molecules, tu_fold
-    from .gps import gnn_benchmark
+    from . import gps
+    from .data import GENERATORS, MOLECULES, molecules, tu_fold
 
     if cell.suite in FROM_ZINC:
         assert cell.data is not None
@@ -291,9 +282,6 @@ def splits(cell: Cell) -> list[list[Any]]:
     graphs = cell.options["graphs"]  # all for 0, else this many of training and a tenth of the others
     tenth = max(1, graphs // 10) if graphs else None
     limits = SMOKE_GRAPHS if cell.smoke else (graphs or None, tenth, tenth)
-    found = []
-    for split, limit in zip(SPLITS, limits, strict=True):
-        zinc = cell.task == "ZINC"
-        read = ZINC(f"{cell.data}/ZINC", True, split) if zinc else gnn_benchmark(cell.data, cell.task, split)
-        found.append(list(read[:limit]))
-    return found
+    format, name = ("PyG-ZINC", "subset") if cell.task == "ZINC" else ("PyG-GNNBenchmarkDataset", cell.task)
+    parts = gps.read(format, name, cell.data) or []
+    return [list(part[:limit]) for part, limit in zip(parts, limits, strict=True)]
