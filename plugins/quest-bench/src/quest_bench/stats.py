@@ -24,17 +24,11 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds and its two-sided 95% t-interval, in the unit of the values.
+    """A mean over seeds and its two-sided 95% t-interval, in the unit of the values."""
 
-    Attributes:
-        n: number of finite values.
-        mean, minimum, maximum: NaN when n is 0.
-        low, high: the interval; NaN when n < 2, because one value has no spread.
-    """
-
-    n: int
+    n: int  # finite values; without any, all others are NaN
     mean: float
-    low: float
+    low: float  # the ends of the interval are NaN when n < 2, because one value has no spread
     high: float
     minimum: float
     maximum: float
@@ -59,32 +53,21 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One attention against the baseline, paired by seed.
+    """One attention against the baseline, paired by seed."""
 
-    Attributes:
-        difference: ours - baseline over the seeds that are finite for both.
-        wins, losses, ties: seeds by which of the two is better; a failed seed loses against one that did not fail.
-        failed, baseline_failed: seeds that are not finite, among those that both have.
-        test: "paired t"; "sign" if a seed failed or the differences have no spread; "" if there is nothing to test.
-        p: the two-sided p-value of that test; NaN without one.
-        adjusted: p after Holm's correction over `family` comparisons; NaN until :func:`correct` sets it.
-        detectable: the smallest mean difference that this test finds with a power of 80%, given the spread of the
-            differences and the correction; NaN unless `test` is "paired t".
-        better: whether the seeds speak for ours, given the direction of the metric; None if they speak for neither.
-    """
-
-    difference: Estimate
-    wins: int
+    difference: Estimate  # ours - baseline over the seeds that are finite for both
+    wins: int  # seeds on which ours is better; a failed seed loses against one that did not fail
     losses: int
     ties: int
-    failed: int
+    failed: int  # seeds that are not finite, among those that both have
     baseline_failed: int
-    test: str
-    p: float
-    better: bool | None
-    adjusted: float = math.nan
+    test: str  # "paired t"; "sign" if a seed failed or the differences have no spread; "" if nothing can be tested
+    p: float  # two-sided; NaN without a test
+    better: bool | None  # whether the seeds speak for ours, given the direction of the metric; None for neither
+    adjusted: float = math.nan  # p after Holm's correction over `family` comparisons; set by :func:`correct`
     family: int = 1
     detectable: float = math.nan
+    """The smallest mean difference that a paired t-test finds with a power of 80%, given spread and correction."""
 
     @property
     def seeds(self) -> int:

@@ -37,45 +37,26 @@ SAVE_STEPS = 50
 
 @dataclass(frozen=True)
 class Cell:
-    """One unit of work.
+    """One unit of work."""
 
-    Attributes:
-        suite: the suite's name, e.g. "ts/uea".
-        task: the task inside the suite, e.g. "JapaneseVowels".
-        attention: the attention as text (see AttentionConfig).
-        seed: seeds everything that is random in the cell.
-        smoke: shorten the run to seconds; the numbers then mean nothing.
-        data: a folder with the user's own data in its official layout, or None for what the suite brings.
-        options: the suite's options, as declared, converted and with defaults filled in.
-        workdir: a folder of the cell's own for checkpoints and logs. It is kept when the cell is stopped, so a suite
-            can continue from its own checkpoint there.
-        data_fingerprint: a hash of the content of the task's files in `data`; None without `data`.
-    """
-
-    suite: str
-    task: str
-    attention: str
-    seed: int
-    smoke: bool
-    data: Path | None
-    options: Mapping[str, Any]
-    workdir: Path
-    data_fingerprint: str | None = None
+    suite: str  # its name, e.g. "ts/uea"
+    task: str  # inside the suite, e.g. "JapaneseVowels"
+    attention: str  # as text (see AttentionConfig)
+    seed: int  # seeds everything that is random in the cell
+    smoke: bool  # shorten the run to seconds; the numbers then mean nothing
+    data: Path | None  # a folder with the user's own data in its official layout, or None for what the suite brings
+    options: Mapping[str, Any]  # of the suite, as declared, converted and with defaults filled in
+    workdir: Path  # for checkpoints and logs of the cell; kept when it is stopped, so that a suite can continue there
+    data_fingerprint: str | None = None  # a hash of the content of the task's files in `data`
 
 
 @dataclass
 class Result:
-    """What a cell found. All values are plain numbers, texts, lists and mappings, so that it writes as JSON.
+    """What a cell found. All values are plain numbers, texts, lists and mappings, so that it writes as JSON."""
 
-    Attributes:
-        metrics: name -> value; the suite's own metric is among them.
-        series: name -> values over training, for plots.
-        details: whatever else a reader of one cell may want.
-    """
-
-    metrics: dict[str, float]
-    series: dict[str, list[float]] = field(default_factory=dict)
-    details: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float]  # the suite's own metric is among them
+    series: dict[str, list[float]] = field(default_factory=dict)  # name -> values over training, for plots
+    details: dict[str, Any] = field(default_factory=dict)  # whatever else a reader of one cell may want
 
 
 Progress: TypeAlias = Callable[[float, str], None]
@@ -87,11 +68,7 @@ Run: TypeAlias = Callable[[Cell, Progress], Result]
 def save_state(cell: Cell, state: Mapping[str, Any]) -> None:
     """Write what a suite needs to continue after this epoch, and the state of every random generator.
 
-    The file is whole or absent, however the process ends.
-
-    Args:
-        cell: the file lies in its workdir.
-        state: what `torch.save` can write: state dicts, series, the number of epochs done.
+    The file in the cell's workdir is whole or absent, however the process ends. `state` is what `torch.save` can write.
     """
     generators: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
