@@ -119,15 +119,13 @@ class Stage:
                 self.passed += 1
 
 
-def command_stage(
-    name: str, command: Sequence[str | Path], env: Mapping[str, str] | None = None, accept: tuple[int, ...] = (0,)
-) -> Stage:
+def command_stage(name: str, command: Sequence[str | Path], env: Mapping[str, str] | None = None) -> Stage:
     """Run a command as a stage with a log, print its line, and if it fails the end of its log."""
     log = LOGS / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("")
     start = time.monotonic()
-    ok = run(command, log, env) in accept
+    ok = run(command, log, env) == 0
     stage = Stage(name, ok, time.monotonic() - start)
     print(stage if ok else f"{stage}\n{tail(log)}", flush=True)
     return stage

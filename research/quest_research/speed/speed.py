@@ -89,12 +89,6 @@ class Plan:
         linear = self.linear_shape and (1, 8, 512, 64)
         return replace(self, shapes=shapes, linear_shape=linear, rounds=2, slice_seconds=0.0)
 
-    def races(self) -> list[tuple[str, Shape, str]]:
-        """Every (peer, shape, layout) to measure."""
-        pairs = [(PEER, shape) for shape in self.shapes]
-        pairs += [(NAIVE, self.linear_shape)] if self.linear_shape else []
-        return [(*pair, layout) for pair, layout in itertools.product(pairs, self.layouts)]
-
 
 @dataclass(frozen=True)
 class Timing:
@@ -172,7 +166,8 @@ def _time(attend: Attend, make: Fresh, backward: bool, how: dict[str, Tensor], r
 def measure(plan: Plan, threads: int) -> list[Timing]:
     """Time every contender, in this process and with its number of threads, which the rows record."""
     rows: list[Timing] = []
-    for (peer, shape, layout), backward in itertools.product(plan.races(), (False, True)):
+    races = [(PEER, shape) for shape in plan.shapes] + ([(NAIVE, plan.linear_shape)] if plan.linear_shape else [])
+    for (peer, shape), layout, backward in itertools.product(races, plan.layouts, (False, True)):
         print(f"{threads} threads: {shape} {layout} {DIRECTIONS[backward]}", file=sys.stderr, flush=True)
         make, racing = fresh(layout, shape), contenders(plan, peer, shape)
         how = {"attn_mask": padding(shape)} if layout == "padded" else {}

@@ -58,9 +58,9 @@ class _Watch(Hook):
         self.progress(done / self.iterations, f"iteration {done} loss {loss:.3f}")
 
 
-def losses(runner: Runner, points: int = 200) -> list[float]:
-    """Return the training loss as about `points` means over equal stretches."""
+def losses(runner: Runner) -> list[float]:
+    """Return the training loss as about 200 means over equal stretches."""
     history: Any = runner.message_hub.get_scalar("train/loss")
     values = [float(value) for value in history.data[0]]
-    step = max(1, len(values) // points)
+    step = max(1, len(values) // 200)
     return [statistics.fmean(values[i : i + step]) for i in range(0, len(values), step)]
