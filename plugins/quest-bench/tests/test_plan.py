@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -133,7 +134,8 @@ def test_the_tasks_are_those_of_the_data_folder(fake):
         select(found, "fake/suite", folder)
 
 
-def test_a_fingerprint_is_of_the_content(tmp_path):
+def test_a_fingerprint_is_of_the_content(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("a", "b"):
         (tmp_path / name / "sub").mkdir(parents=True)
         (tmp_path / name / "sub" / "x.txt").write_text("same")
@@ -144,8 +146,12 @@ def test_a_fingerprint_is_of_the_content(tmp_path):
     assert first != fingerprint(tmp_path / "a")
     (tmp_path / "a" / "raw").mkdir()  # from which a framework has derived it
     assert first == fingerprint(tmp_path / "a")
+    with monkeypatch.context() as patch:
+        patch.setattr("quest_bench.data._sha256", lambda _: pytest.fail("read again"))
+        assert first == fingerprint(tmp_path / "a")
     changed = tmp_path / "a" / "sub" / "x.txt"
     times = changed.stat().st_atime_ns, changed.stat().st_mtime_ns
+    time.sleep(0.05)  # the clock of the file system ticks
     changed.write_text("samE")
     os.utime(changed, ns=times)  # as a copy that keeps the times
     assert first != fingerprint(tmp_path / "a")

@@ -208,7 +208,7 @@ def run(
     if {"attentions", "settings"} <= checked.keys():
         check("heads", lambda: check_heads(checked["suite"], checked["attentions"], checked["settings"]))
     if "data" in checked or "suite" not in checked:
-        with console.status("reading --data") if data else nullcontext():
+        with console.status("reading --data, whose fingerprint is kept for the next start") if data else nullcontext():
             check("tasks", lambda: select(available, suite, checked.get("data")))
     if problems:
         raise ConfigError("; ".join(dict.fromkeys(problems)))
