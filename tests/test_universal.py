@@ -584,7 +584,7 @@ def test_without_an_example_the_error_says_example():
 
 
 def test_an_example_that_reaches_nothing_is_an_error():
-    with pytest.raises(InjectionError, match="the example reached no call of scaled_dot_product_attention"):
+    with pytest.raises(InjectionError, match="its run reached no call of scaled_dot_product_attention"):
         quest_core.inject(nn.Sequential(nn.Linear(2, 2)), "quest", example=torch.randn(1, 2))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from abc import ABC
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -298,6 +298,20 @@ class Adapter(ABC):
     def attends(self, module: nn.Module) -> bool:
         """Return whether a module that stays is attention, though neither its name nor its layers say so."""
         return False
+
+    def example(self, model: nn.Module, missed: Collection[str]) -> Any:
+        """Return an `example` for `inject` that runs attention which this adapter does not list, or None.
+
+        `inject` asks where the caller gives none and adapters find nothing, or miss modules that look like attention.
+
+        Args:
+            model: the whole one; it may hold a model of this host.
+            missed: paths of these modules; without any, adapters found nothing.
+
+        Raises:
+            InjectionError: this host has a way to make one, and it does not suit this model.
+        """
+        return None
 
     leaves_alone: ClassVar[Mapping[str, str]] = {}
     """Class names of attention modules of this host that stay as they are by design, such as deformable attention in a

@@ -325,7 +325,7 @@ class Finding:
         self.calls |= search.calls
         self.written |= judge.sites
         self.left = judge.left
-        ours = self._ours()
+        ours = self.ours()
         kinds = {host_class(self.modules[path]) for path in (*self.calls, *self.written)}
         weigh = {one.place for one in search.softmaxes if one.is_usual}
         alike = {type(self.modules[x]) for x in judge.left} - {type(self.modules[x]) for x in (*ours, *judge.refused)}
@@ -341,7 +341,7 @@ class Finding:
         for adapter in (FoundAdapter(UNIVERSAL, self.calls), FoundAdapter(WRITTEN_OUT, self.written)):
             for path, one in adapter.found.items():
                 module = self.modules[path]
-                inside = [other for other in self._ours() if within(other, [path])]
+                inside = [other for other in self.ours() if within(other, [path])]
                 inside.remove(path)
                 if inside:
                     why = f"it contains another attention, '{inside[0]}'; move one of them into a module of its own"
@@ -352,7 +352,7 @@ class Finding:
                     continue
                 raise InjectionError(f"'{path}' ({type(module).__name__}) {one.does}, and {why}")
 
-    def _ours(self) -> list[str]:
+    def ours(self) -> list[str]:
         """Return the paths of all modules that become sites; one that is found in both ways is there twice."""
         return [path for path in (*self.calls, *self.written, *self.taken) if path not in self.idle]
 

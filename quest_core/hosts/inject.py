@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import MethodType
@@ -28,7 +28,7 @@ from .adapter import Adapter, Site, require, sections
 from .finding import Finding
 from .plugins import adapter as find_adapter
 from .plugins import plugins, running_adapters
-from .sites import looks_like_attention, unknown_attention, within
+from .sites import looks_like_attention, run_example, unknown_attention, within
 from .torch import TorchAdapter
 
 REPORT = "attention_report"
@@ -235,6 +235,7 @@ def inject(
         example: inputs for one run of the model, which finds every module that no adapter replaces and that
             calls an attention function of PyTorch or writes its attention out: ``model(*example)`` for a tuple or list,
             ``model(**example)`` for a mapping, ``example(model)`` for a function, and ``model(example)`` for others.
+            Models of transformers and timm need none, because their plugins make inputs. False runs nothing.
 
     Returns:
         The same model and the report, which the model also carries as ``model.attention_report``.
@@ -260,14 +261,27 @@ def inject(
     # Find all sites, and refuse what cannot be done.
     found = _choose_sites(model, adapters)
     finding = Finding(model, [site.path for _, site in found])
-    if example is not None:
+    by_design = {kind: why for owner in adapters for kind, why in owner.leaves_alone.items()}
+    given = example is not None
+    if not given:
+        known = finding.ours() if adapter is None else [site.path for _, site in found]
+        unknown = _unknown(model, adapters, by_design, known)
+        missed = [path for path, module in unknown.items() if type(module).__name__ not in by_design]
+        if missed or not known:
+            example = _own_example(model, adapters, missed, allow_partial=allow_partial)
+    ran = example is not None and example is not False
+    if ran:
         kernels_attend = all(owner.kernels_attend for owner in adapters)
-        finding.run(example, allow_partial=allow_partial, kernels_attend=kernels_attend)
+        try:
+            finding.run(example, allow_partial=allow_partial, kernels_attend=kernels_attend)
+        except InjectionError:
+            if given or not allow_partial:
+                raise
         found = [(owner, site) for owner, site in found if site.path not in finding.idle]
-    if example is not None or adapter is None:
+    if ran or adapter is None:
         found += finding.sites()
     if not found:
-        raise InjectionError(_nothing_found(model, adapters, finding, ran=example is not None))
+        raise InjectionError(_nothing_found(model, adapters, finding, ran=ran))
     chosen: list[tuple[Adapter, Site]] = []
     kept: list[Site] = []
     for owner, site in found:
@@ -285,14 +299,10 @@ def inject(
         )
     configs = sorted({site.attention for _, site in chosen}, key=str)
     said = ", ".join(map(str, configs))
-    by_design = {kind: why for owner in adapters for kind, why in owner.leaves_alone.items()}
-    others = {m for m in model.modules() if type(m).__name__ in by_design or any(a.attends(m) for a in adapters)}
-    left = finding.missed | unknown_attention(
-        model, [site.path for _, site in found], lambda module: module in others or looks_like_attention(module)
-    )
+    left = finding.missed | _unknown(model, adapters, by_design, [site.path for _, site in found])
     if not allow_partial:
         unread = {path: left[path] for path in left if path not in finding.left}
-        _refuse_partial(said, chosen, by_design, unread, ran=example is not None)
+        _refuse_partial(said, chosen, by_design, unread, ran=given and ran)
     for owner, site in chosen:
         require(owner, site, site.attention)
     for config in configs:
@@ -575,6 +585,34 @@ def _choose_sites(model: nn.Module, adapters: Iterable[Adapter]) -> list[tuple[A
     return chosen
 
 
+def _unknown(
+    model: nn.Module, adapters: Iterable[Adapter], by_design: Container[str], known: Iterable[str]
+) -> dict[str, nn.Module]:
+    """Return the modules, by path, that look like attention or are some to an adapter, outside of `known` ones."""
+    attention = {m for m in model.modules() if type(m).__name__ in by_design or any(a.attends(m) for a in adapters)}
+    return unknown_attention(model, known, lambda module: module in attention or looks_like_attention(module))
+
+
+def _own_example(
+    model: nn.Module, adapters: Iterable[Adapter], missed: Collection[str], *, allow_partial: bool
+) -> Callable[[nn.Module], None] | None:
+    """Return an example of the adapters' own for attention that they do not list, or None."""
+    made = []
+    for owner in adapters:
+        try:
+            made.append(owner.example(model, missed))
+        except InjectionError:
+            if not allow_partial:
+                raise
+    examples = [one for one in made if one is not None]
+
+    def run(model: nn.Module) -> None:
+        for one in examples:
+            run_example(model, one)
+
+    return run if examples else None
+
+
 def _refuse_wrapped(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise InjectionError(f"{model!r:.99} is not a torch.nn.Module; give the model itself, as in learner.model")
@@ -604,7 +642,7 @@ def _nothing_found(model: nn.Module, adapters: Iterable[Adapter], finding: Findi
     lookalikes = sorted(named | {type(m).__name__ for m in finding.missed.values()})
     text = f"{type(model).__name__} has no attention that an adapter knows (tried: {tried})"
     if ran:
-        text += ", and the example reached no call of scaled_dot_product_attention or its kin, and no softmax of q·k"
+        text += ", and its run reached no call of scaled_dot_product_attention or its kin, and no softmax of q·k"
         text += "".join(f"; '{path}': {why}" for path, why in list(finding.left.items())[:8])
     if any(isinstance(module, Mechanism) for module in model.modules()):
         return f"{text}; it has attention of quest_core, which is chosen where it is built: attention=..."

@@ -193,6 +193,21 @@ def test_attention_that_only_a_run_finds_is_replaced(name, count):
                 assert not torch.equal(model(x), expected)
 
 
+def test_inject_needs_no_example_for_the_models_of_timm_in_a_model():
+    model = torch.nn.ModuleDict({name: timm.create_model(name) for name in ("levit_128s", "pvt_v2_b0")})
+    model["levit_128s"].other = torch.nn.Module()
+    model["levit_128s"].other.pretrained_cfg = "of another library"
+    for adapter, attention in ((None, "quest"), (None, "quest+sigmoid"), ("timm", "qnorm")):
+        _, report = quest_core.inject(model, attention, adapter=adapter)
+        assert len(report.replacements) == 11 + 8
+    gray = timm.create_model("xcit_nano_12_p16_224", in_chans=1)
+    with pytest.raises(quest_core.InjectionError, match=r"images of shape \[2, 3, 224, 224\] .*example=batch"):
+        quest_core.inject(gray, "quest")
+    assert len(quest_core.inject(gray, "quest", allow_partial=True)[1].replacements) == 2
+    with pytest.raises(quest_core.InjectionError, match=r"say inject\(model, ..., example=batch\)"):
+        quest_core.inject(timm.create_model("levit_128s"), "quest", example=False)
+
+
 def test_a_model_that_does_not_run_on_the_plugins_images_is_an_error_that_says_what_to_do(monkeypatch):
     def fails(model, x):
         raise ValueError("needs text too")

@@ -10,6 +10,7 @@ import transformers as hf
 from models import LLAMA
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.bloom.modeling_bloom import BloomAttention
 from transformers.models.llama.modeling_llama import ALL_ATTENTION_FUNCTIONS, LlamaAttention, eager_attention_forward
 
 import quest_core
@@ -291,6 +292,27 @@ def test_attention_without_the_interface_is_found_by_a_run_and_loads(name, atten
         want, got = (one.eval()(**arguments).last_hidden_state for one in (model, again))
         torch.testing.assert_close(got, want)
         assert not torch.allclose(got, stock.eval()(**arguments).last_hidden_state, atol=1e-6)
+
+
+def test_inject_needs_no_example_for_the_models_of_transformers_in_a_model():
+    model = torch.nn.ModuleDict({name: hf.AutoModel.from_config(config()) for name, config in WRITTEN.items()})
+    _, report = quest_core.inject(model, "quest")
+    assert len(report.replacements) == 2 + 2 + 3
+    model["other"] = torch.nn.ModuleList([BloomAttention(WRITTEN["bloom"]())])
+    with pytest.raises(
+        InjectionError, match=r"leave 1 as they are.*'other\.0' \(BloomAttention\); say inject.*example="
+    ):
+        quest_core.inject(model, "quest+sigmoid")
+    _, report = quest_core.inject(model, "quest+sigmoid", allow_partial=True)
+    assert [*report.left_alone] == ["other.0"]
+
+
+def test_a_model_that_the_plugin_cannot_run_is_an_error_or_partial():
+    with torch.device("meta"):
+        model = torch.nn.ModuleList([hf.AutoModel.from_config(WRITTEN["bloom"]()), torch.nn.MultiheadAttention(8, 2)])
+    with pytest.raises(InjectionError, match="on the meta device"):
+        quest_core.inject(model, "quest")
+    assert [row.path for row in quest_core.inject(model, "quest", allow_partial=True)[1].replacements] == ["1"]
 
 
 class Around(hf.PreTrainedModel):

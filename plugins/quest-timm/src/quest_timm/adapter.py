@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +21,7 @@ from quest_core.drafts import host_class
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, Site, rate, refusal
 from quest_core.hosts.inject import KEYS, REPORT, Request, inject
-from quest_core.hosts.sites import evaluating
+from quest_core.hosts.sites import evaluating, within
 from quest_core.hosts.torch import TorchAdapter
 from quest_core.hosts.universal import Call, Routed
 from quest_core.mechanism import Mechanism
@@ -92,6 +92,13 @@ class TimmAdapter(Adapter):
             return super().refusal(site, config)
         why = call.refusal(config) or Replacement.refuses(site.module, site.path, config)
         return why or refusal(config, site.capabilities)
+
+    def example(self, model: nn.Module, missed: Collection[str]) -> Callable[[nn.Module], None] | None:
+        """Return a run of the models of timm around the modules `missed`, on images of the plugin's own."""
+        models = [path for path, part in model.named_modules() if _input_size(part) is not None]
+        chosen = [path for path in models if not missed or any(within(one, [path]) for one in missed)]
+        outermost = [path for path in chosen if not any(within(path, [other]) for other in chosen if other != path)]
+        return functools.partial(_run, outermost, itertools.count()) if outermost else None
 
     def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
         """Scale the query projection; see `Adapter.scale_queries`.
@@ -166,11 +173,8 @@ def _build_with_attention(
 
     def build(*given: Any, **named: Any) -> nn.Module:
         model = model_cls(*given, **named)
-        try:
-            _, report = inject(model, adapter=adapter, fresh=True, **{**vars(request), "allow_partial": False})
-        except InjectionError:  # some of its attention is only seen when the model runs
-            owners = [adapter, TorchAdapter()]
-            _, report = inject(model, adapter=owners, fresh=True, example=_images(variant, named), **vars(request))
+        vars(model)["pretrained_cfg"] = _with_size(variant, named)  # timm puts its own there afterwards
+        _, report = inject(model, adapter=[adapter, TorchAdapter()], fresh=True, **vars(request))
         reports.append(report)
         return model
 
@@ -180,31 +184,39 @@ def _build_with_attention(
     return made
 
 
-def _images(variant: str, options: Mapping[str, Any]) -> Callable[[nn.Module], None]:
-    """Return an example for `inject`: it runs a model on two images of the size of `variant`, each time on others."""
+def _with_size(variant: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of timm's configuration of a model that says which images it takes."""
     from timm.models import get_pretrained_cfg
 
     known = get_pretrained_cfg(variant)
     channels, *size = (3, 224, 224) if known is None else known.input_size
     wanted = options.get("img_size") or size
     height, width = (wanted, wanted) if isinstance(wanted, int) else wanted
-    calls = itertools.count()
+    return {"input_size": (options.get("in_chans", channels), height, width)}
 
-    def run(model: nn.Module) -> None:
-        weight = next(model.parameters())
+
+def _input_size(part: Any) -> tuple[int, int, int] | None:
+    """Return the channels, height and width of the images that a model of timm takes, or None for other modules."""
+    cfg = getattr(part, "pretrained_cfg", None)
+    return cfg.get("input_size") if isinstance(cfg, Mapping) else None
+
+
+def _run(paths: Iterable[str], calls: Iterator[int], model: nn.Module) -> None:
+    """Run parts of a model, each of timm, on two images, and each time on others."""
+    for path in paths:
+        part = model.get_submodule(path)
+        size = _input_size(part) or ()
         draw = torch.Generator().manual_seed(next(calls))
-        images = torch.randn(2, options.get("in_chans", channels), height, width, generator=draw).to(weight)
         try:
-            with evaluating(model):
-                model(images)
+            images = torch.randn(2, *size, generator=draw).to(next(part.parameters()))
+            with evaluating(part):
+                part(images)
         except Exception as error:  # whatever a model raises on inputs that do not suit it
             raise InjectionError(
-                f"{variant} has attention that only a run of it finds, and does not run on images of shape "
-                f"{list(images.shape)} ({type(error).__name__}: {error}); build it without attention, and say "
+                f"{type(part).__name__} has attention that only a run of it finds, and does not run on images of shape "
+                f"{[2, *size]} ({type(error).__name__}: {error}); build it without attention, and say "
                 "quest_core.inject(model, ..., example=batch)"
             ) from error
-
-    return run
 
 
 def _decay_no_mechanism(stock: Callable[..., Any], model: nn.Module, *arguments: Any, **options: Any) -> Any:

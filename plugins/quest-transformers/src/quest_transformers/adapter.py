@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
 
 from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, Site, refusal
-from quest_core.hosts.sites import looks_like_attention
+from quest_core.hosts.sites import looks_like_attention, within
 from quest_core.mechanism import head_sizes
 from quest_core.projections import Projected
 
 from . import configs, surfaces
 from .anatomy import Anatomy, examine, is_attention, regroups, turns, unscalable
+from .examples import Example
 from .layers import NAMES, View, prepares, replace, unknown_keywords
 
 _OWN = {
@@ -96,6 +98,12 @@ class TransformersAdapter(Adapter):
     def projections(self, module: nn.Module) -> list[Projected]:
         """Return a view of the module's parameters, because a replacement keeps its host's class."""
         return [] if examine(module).projections is None else [View.of(module)]
+
+    def example(self, model: nn.Module, missed: Collection[str]) -> Example | None:
+        """Return a run of the models of transformers around the modules `missed` on inputs of the plugin's own."""
+        models = [path for path, part in model.named_modules() if isinstance(part, PreTrainedModel)]
+        inside = [path for path in missed if within(path, models)]
+        return Example(model, inside) if inside or "" in models else None
 
     def connect(self, model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
         """Write the attention into the model's configs, in copies of those that have to change."""

@@ -20,7 +20,6 @@ from quest_core.projections import Projected
 from .anatomy import is_attention, role
 from .choice import Choice
 from .configs import attention_of, choice_for, choice_of
-from .examples import Example
 
 
 class Chosen(Adapter):
@@ -39,6 +38,7 @@ class Chosen(Adapter):
         self.leaves_alone = leaves_alone  # type: ignore[misc]
         self.sites, self.replace, self.kernel = adapter.sites, adapter.replace, adapter.kernel  # type: ignore[method-assign]
         self.refusal, self.connect = adapter.refusal, adapter.connect  # type: ignore[method-assign]
+        self.example = adapter.example  # type: ignore[method-assign]
 
     def projections(self, module: nn.Module) -> list[Projected]:
         views = self.adapter.projections(module)
@@ -66,9 +66,8 @@ def fulfil(
         loads: they will be overwritten by those of a checkpoint, so none is scaled.
         choice: what to put instead of what the configs ask for.
         parts: the same for the attention modules with these paths.
-        runs: run the model on inputs of the plugin's own if adapters do not know all of its attention. Without it, only
-            what adapters know is replaced.
-        example: inputs of the caller's for that run.
+        runs: run the model if adapters do not list all of its attention. Without it, only what they list is replaced.
+        example: inputs for that run; by default the plugin's own.
         options: `attention_from` and `allow_partial` of quest_core.inject.
     """
     asked = choice or choice_of(model.config)
@@ -89,18 +88,10 @@ def fulfil(
     if asked is not None:
         others = [one for one in running_adapters() if not isinstance(one, type(adapter))] + [TorchAdapter()]
     known = [*chosen, *(site.path for one in others for site in one.sites(model))]
-    unknown = () if asked is None else unknown_attention(model, known)
-    if asked is not None and example is not None and runs:
-        options["example"] = example
-    elif asked is not None and (unknown or not known) and runs:
-        try:
-            options["example"] = Example(model, unknown)
-        except InjectionError:
-            if not options.get("allow_partial"):
-                raise
-    elif unknown:
+    if asked is not None and not runs and unknown_attention(model, known):
         options["allow_partial"] = True
-    if not known and "example" not in options:
+    runs = runs and asked is not None
+    if not known and not runs:
         return False
     configs = sorted({one for one in chosen.values() if one is not None}, key=str)
     if not configs and asked is not None:
@@ -124,7 +115,12 @@ def fulfil(
         some = Chosen(adapter, apart, scales=fresh and not loads)
         before = {id(part) for part in model.modules()}
         _, report = inject(
-            model, lambda site: chosen.get(site.path, configs[0]), adapter=[some, *others], fresh=fresh, **options
+            model,
+            lambda site: chosen.get(site.path, configs[0]),
+            adapter=[some, *others],
+            fresh=fresh,
+            example=example if runs else False,
+            **options,
         )
         scaled = fresh and any(config.initial_norms for config in configs)
         setattr(model, REPORT, replace(report, started=scaled))

@@ -16,8 +16,8 @@ from quest_core.hosts.sites import evaluating, restoring
 from .inputs import TRIES, inputs
 
 HELP = (
-    "build it without attn_implementation, and say quest_core.inject(model, 'quest', example=batch); to load what was "
-    "saved after that, say from_pretrained(..., example=batch)"
+    "build it without attn_implementation, and say quest_core.inject(model, 'quest', example=batch) with inputs of "
+    "your own; to load what was saved after that, say from_pretrained(..., example=batch)"
 )
 
 
