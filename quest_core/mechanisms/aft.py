@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache import Cache
-from ..compat import no_autocast
+from ..compat import is_exporting_to_onnx, is_tracing, no_autocast, transform
 from ..errors import InputError, UnsupportedError
 from ..ops import local, result_type, widen
 from ..registry import Option, register
 from . import naive
-from .aft_ops import aft_biased, finite, refuse_transforms
+from .aft_ops import aft_biased, finite
 from .base import Dims, Family
 
 QUERY = Option("query", bool, True, "gate the average with σ(query); false is the paper's ablation")
@@ -28,37 +28,19 @@ _RANK = Option("rank", int, 128, "features r of a position, w = u vᵀ; null: a 
 _WINDOW = Option("window", int, 32, "the bias counts at distances smaller than this", 1)
 
 
-def mask_keys(k: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Return keys [B, H, M, D], float32 or wider, plus an additive mask [B or 1, M]; −inf where the mask hides."""
-    keys = widen(k)
-    if key_mask is None:
-        return keys
-    mask = key_mask[:, None, :, None]
-    return keys.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else keys + mask.to(keys.dtype)
-
-
-def gate(q: Tensor, y: Tensor, query: bool) -> Tensor:
-    """Return σ(q) ⊙ y, or y without `query`, in the caller's type: q [B, H, N, D], y [B, H, N or 1, D]."""
-    out = torch.sigmoid(q.to(y.dtype)) * y if query else y.expand_as(q)
-    return out.to(result_type(q))
-
-
-def empty(family: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-    """Return zeros [B, H, N, D] if keys or batch are empty, else None; InputError if v does not fit q."""
-    if v.shape[-1] != q.shape[-1]:
-        raise InputError(f"v has head_dim {v.shape[-1]}; attention-free gates need that of q, {q.shape[-1]}")
-    if q.numel() * k.numel() > 0:
-        return None
-    # These zeros give q, k, v and all parameters a gradient of 0 and not None: DDP waits for each.
-    others = sum(x.flatten()[:0].sum() for x in (k, v, *family.parameters()))
-    return q.masked_fill(torch.ones_like(q, dtype=torch.bool), 0) + others
-
-
 def averages(
     name: str, keys: Tensor, values: Tensor, left: Tensor | None, right: Tensor | None, causal: bool, window: int
 ) -> Tensor:
-    """Return `aft_biased` of keys and values [B, H, M, D] as [B, H, N, D]; refusals name attention `name`."""
-    refuse_transforms(name)
+    """Return `aft_biased` of keys and values [B, H, M, D] as [B, H, N, D].
+
+    Raises UnsupportedError, which names attention `name`, where the operator has no rule, before PyTorch does.
+    """
+    recorder = "torch.jit.trace" if is_tracing() else "torch.onnx.export" if is_exporting_to_onnx() else None
+    if what := transform() or recorder:
+        raise UnsupportedError(
+            f"attention '{name}' does not support {what}: it is one opaque operator; use attention 'linear', which "
+            "consists of plain operations, or run it eagerly, with torch.compile or with torch.export"
+        )
     # [T, B·H·D]: no copy for one sample as its projection left it.
     k, v = (x.permute(2, 0, 1, 3).reshape(x.shape[2], -1) for x in (keys, values))
     w = [x if x is None else x.to(k.dtype) for x in (left, right)]
@@ -89,8 +71,6 @@ def join_cache(cache: Cache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tens
 class AttentionFree(Family):
     """A gated average of the values. A subclass says which average: of all tokens, and of new ones after a cache's."""
 
-    causal = cross = cached = True
-
     def __init__(self, dims: Dims | None, *, query: bool) -> None:
         super().__init__(dims)
         self.query = query
@@ -100,22 +80,41 @@ class AttentionFree(Family):
     ) -> Tensor:
         n = q.shape[2]
         self.check_lengths(n, k.shape[2] if cache is None else cache.tokens + n, is_causal)
-        if (zeros := empty(self, q, k, v)) is not None:
-            return zeros
-        keys, values = mask_keys(k, key_mask), widen(v)
+        if v.shape[-1] != q.shape[-1]:
+            raise InputError(f"v has head_dim {v.shape[-1]}; attention-free gates need that of q, {q.shape[-1]}")
+        if q.numel() * k.numel() == 0:
+            # These zeros give q, k, v and all parameters a gradient of 0 and not None: DDP waits for each.
+            others = sum(x.flatten()[:0].sum() for x in (k, v, *self.parameters()))
+            return q.masked_fill(torch.ones_like(q, dtype=torch.bool), 0) + others
+        keys, values = widen(k), widen(v)
+        if key_mask is not None:
+            mask = key_mask[:, None, :, None]
+            keys = keys.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else keys + mask.to(keys.dtype)
         y = self.average(n, keys, values, is_causal) if cache is None else self.decode(n, keys, values, cache)
-        return gate(q, y, self.query)
+        out = torch.sigmoid(q.to(y.dtype)) * y if self.query else y.expand_as(q)
+        return out.to(result_type(q))
 
     def check_lengths(self, n: int, m: int, is_causal: bool) -> None:
         """Raise InputError or UnsupportedError if `n` queries cannot attend to `m` keys."""
 
     def average(self, n: int, keys: Tensor, values: Tensor, is_causal: bool) -> Tensor:
-        """Return the averages [B, H, n or 1, D] of keys and values [B, H, M, D] that `n` queries see."""
+        """Return the averages [B, H, n or 1, D] that `n` queries see.
+
+        Keys [B, H, M, D or 1] and values [B, H, M, D] are float32 or wider, and hidden keys −inf.
+        """
         raise NotImplementedError
 
     def decode(self, n: int, keys: Tensor, values: Tensor, cache: Cache) -> Tensor:
         """Return the averages [B, H, n, D] of new tokens and those in the cache, which is extended."""
         raise NotImplementedError
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor, bias: Tensor, is_causal: bool) -> Tensor:
+        w = self.reference_bias(q.shape[2], k.shape[2], is_causal)
+        return naive.gated_average(q, k, v, w, seen=seen, bias=bias, query=self.query)
+
+    def reference_bias(self, n: int, m: int, is_causal: bool) -> Tensor | float:
+        """Return w [N, M] or [H, N, M] by the plain formula, or 0."""
+        return 0.0
 
 
 @register("aft-simple", source="[A] eq. 5", options=(QUERY,))
@@ -125,6 +124,7 @@ class AttentionFreeSimple(AttentionFree):
     No bias: a key and feature have one weight, the same for all queries. A cache keeps one token that stands for all.
     """
 
+    causal = cross = cached = True
     reads = ("tokens",)
     complexity = "O(T·d) time and memory, O(d) state while decoding"
 
@@ -140,9 +140,6 @@ class AttentionFreeSimple(AttentionFree):
         cache["state_k"], cache["state_v"] = last = merge(keys, values)
         return last[1] if n == 1 else self._running(keys, values)[:, :, -n:]
 
-    def reference(self, q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor, bias: Tensor, is_causal: bool) -> Tensor:
-        return naive.gated_average(q, k, v, 0.0, seen=seen, bias=bias, query=self.query)
-
     @staticmethod
     def _running(keys: Tensor, values: Tensor) -> Tensor:
         """Return the average up to each token, [B, H, T, D]."""
@@ -157,7 +154,7 @@ class AttentionFreeFull(AttentionFree):
     positions from 0, unless causal, where the last query stands at the last key. A cache keeps all keys and values.
     """
 
-    learnable = True
+    causal = cross = cached = learnable = True
     reads = ("tokens", "order")
     complexity = "O(T²·(d + r)) time, O(T·(d + r)) memory"
     query_positions: Any  # u [T_max, r], or None
@@ -195,14 +192,11 @@ class AttentionFreeFull(AttentionFree):
         # Wide, or each step would widen all of them again.
         return self._last(n, cache.append("k", keys), cache.append("v", values), cache.tokens)
 
-    def reference(self, q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor, bias: Tensor, is_causal: bool) -> Tensor:
-        n, m = q.shape[2], k.shape[2]
+    def reference_bias(self, n: int, m: int, is_causal: bool) -> Tensor | float:
         place = torch.arange(n) + (m - n if is_causal else 0)
         table = self.query_positions @ self.key_positions.mT if self.table is None else self.table
-        w = table[place.clamp(min=0)][:, :m]
-        if self.window:
-            w = w * ((place[:, None] - torch.arange(m)).abs() < self.window)
-        return naive.gated_average(q, k, v, w, seen=seen, bias=bias, query=self.query)
+        w: Tensor = table[place.clamp(min=0)][:, :m]
+        return w * ((place[:, None] - torch.arange(m)).abs() < self.window) if self.window else w
 
     def check_lengths(self, n: int, m: int, is_causal: bool) -> None:
         if (tokens := max(n, m)) > self.max_length:

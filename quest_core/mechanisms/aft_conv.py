@@ -13,15 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..cache import Cache
 from ..compat import is_exporting, is_exporting_to_onnx, is_tracing, no_autocast, traces_onnx
 from ..errors import ConfigError, InputError, UnsupportedError
 from ..ops import block_rows, local, recompute, widen
 from ..registry import Option, register
-from . import naive
-from .aft import QUERY, empty, gate, mask_keys
+from .aft import QUERY, AttentionFree
 from .aft_ops import finite, safe_range
-from .base import Dims, Family
+from .base import Dims
 
 TAU = 0.5  # temperature of the Gumbel softmax, [A] section 8
 CANCELLATION = 16  # how many times smaller than its parts a difference may be: 4 of the 24 bits of float32
@@ -98,7 +96,7 @@ def _convolve(k: Tensor, v: Tensor, w: Tensor, grid: list[int], prefix: int) -> 
         QUERY,
     ),
 )
-class AttentionFreeConv(Family):
+class AttentionFreeConv(AttentionFree):
     """σ(Q) ⊙ (conv(exp(K) V, exp(w) − 1) + Σ exp(K) V) / (conv(exp(K), exp(w) − 1) + Σ exp(K)).
 
     w is one bias per head and relative position on a 1d, 2d or 3d grid.
@@ -113,7 +111,7 @@ class AttentionFreeConv(Family):
     def __init__(
         self, sizes: Dims, /, *, window: int, dims: int, grid: str | None, prefix: int, gumbel: bool, query: bool
     ) -> None:
-        super().__init__(sizes)
+        super().__init__(sizes, query=query)
         if window % 2 == 0:
             raise ConfigError(
                 f"attention 'aft-conv': window is {window}; it needs a centre, so choose an odd number such as "
@@ -121,7 +119,7 @@ class AttentionFreeConv(Family):
             )
         if dims > 3:
             raise ConfigError(f"attention 'aft-conv': dims is {dims}; a grid has 1, 2 or 3 axes")
-        self.query, self.prefix, self.gumbel = query, prefix, gumbel
+        self.prefix, self.gumbel = prefix, gumbel
         self.axes = dims
         # Its extents, None where not fixed, or None to infer them: any length in 1d, a square in 2d, a cube in 3d. They
         # may be assigned before a forward whose crop has another shape.
@@ -162,38 +160,32 @@ class AttentionFreeConv(Family):
             chosen = (position == flat.argmax(1, keepdim=True)).to(flat.dtype)
         return (flat * chosen).view(w.shape)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool, cache: Cache | None = None
-    ) -> Tensor:
-        """See `Family.forward`; k is [B, H, T, 1]. The grid must be full, and q and k of one length."""
-        tokens = k.shape[2]
-        if q.shape[2] != tokens:
+    def check_lengths(self, n: int, m: int, is_causal: bool) -> None:
+        if n != m:
             raise UnsupportedError(
-                f"attention 'aft-conv' needs queries and keys on one grid, not {q.shape[2]} queries and {tokens} keys; "
-                "use 'aft-simple' or 'aft-full' to attend across"
+                f"attention 'aft-conv' needs queries and keys on one grid, not {n} queries and {m} keys; use "
+                "'aft-simple' or 'aft-full' to attend across"
             )
-        grid = self._extents(tokens - self.prefix)
-        if (zeros := empty(self, q, k, v)) is not None:
-            return zeros
-        keys, values = mask_keys(k, key_mask).squeeze(3), widen(v)  # [B, H, T], [B, H, T, D]
+        self._extents(m - self.prefix)
+
+    def average(self, n: int, keys: Tensor, values: Tensor, is_causal: bool) -> Tensor:
+        keys, grid = keys.squeeze(3), self._extents(n - self.prefix)  # [B, H, T]
         w = self._positions().to(keys.dtype)
         place = _places(grid, self.prefix, w.shape[1], w.device)  # [T, dims]
         table = F.pad(w.flatten(1), (0, 1))  # [H, s^dims + 1]
-        step = block_rows(tokens, keys.numel())
+        step = block_rows(n, keys.numel())
 
         def rows(here: Tensor) -> Tensor:
             return _average(keys, values, table, _bins(here, place, w.shape[1]))
 
         with no_autocast(w.device.type):
             if step is None:
-                y = rows(place)
-            elif (found := _convolve(keys, values, w, grid, self.prefix)) is not None:
-                y = found
-            else:
-                y = torch.cat([recompute(rows, here) for here in place.split(step)], 2)
-        return gate(q, y, self.query)
+                return rows(place)
+            if (found := _convolve(keys, values, w, grid, self.prefix)) is not None:
+                return found
+            return torch.cat([recompute(rows, here) for here in place.split(step)], 2)
 
-    def reference(self, q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor, bias: Tensor, is_causal: bool) -> Tensor:
+    def reference_bias(self, n: int, m: int, is_causal: bool) -> Tensor:
         flat = self.weight.flatten(1)
         centred = flat - flat.mean(1, keepdim=True)
         deviation = centred.square().mean(1, keepdim=True)
@@ -202,8 +194,7 @@ class AttentionFreeConv(Family):
         w = self.gain[:, None] * scaled + self.shift[:, None]  # [h, positions], equation 8
         if self.gumbel:  # in evaluation: one position per head
             w = w * F.one_hot(w.argmax(1), w.shape[1])
-        w = torch.cat([w, w.new_zeros(w.shape[0], 1)], 1)[:, self._reference_bins(q.shape[2])]  # [h, T, T]
-        return naive.gated_average(q, k, v, w, seen=seen, bias=bias, query=self.query)
+        return torch.cat([w, w.new_zeros(w.shape[0], 1)], 1)[:, self._reference_bins(n)]  # [h, T, T]
 
     def _reference_bins(self, tokens: int) -> Tensor:
         """Return the index [T, T] of the position that key t' has relative to query t; s^dims outside the window."""

@@ -17,22 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..compat import is_exporting_to_onnx, is_tracing, no_autocast, transform
+from ..compat import no_autocast
 from ..errors import UnsupportedError
 
 ROWS = 256  # queries of a block, which bound memory: [ROWS, M] biases at a time
 NARROW = 64  # the least where the window is narrower
 ELEMENTS = 2**22  # numbers in the largest temporary, unless one query's keys are more
-
-
-def refuse_transforms(name: str) -> None:
-    """Raise UnsupportedError where the operator of attention `name` has no rule, before PyTorch does."""
-    recorder = "torch.jit.trace" if is_tracing() else "torch.onnx.export" if is_exporting_to_onnx() else None
-    if what := transform() or recorder:
-        raise UnsupportedError(
-            f"attention '{name}' does not support {what}: it is one opaque operator; use attention 'linear', which "
-            "consists of plain operations, or run it eagerly, with torch.compile or with torch.export"
-        )
 
 
 def safe_range(dtype: torch.dtype) -> float:
