@@ -14,8 +14,9 @@ import re
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -88,22 +89,18 @@ class AdapterConformance(ABC):
         super().__init_subclass__()
         for name, value in attributes.items():
             setattr(cls, name, value)
-        for applies, test in (
-            (cls.make_padded is not AdapterConformance.make_padded, "test_padding_never_matters"),
-            (cls.calibrates, "test_queries_can_be_scaled"),
-            (cls.autocasts, "test_autocast"),
-            (cls.compiles, "test_compiles"),
-            (bool(cls.refused), "test_what_the_host_cannot_honour_is_refused_by_name"),
-        ):
-            if not applies:
-                setattr(cls, test, None)
-            elif test in cls._dropped:  # by a base, which says less than this class
-                setattr(cls, test, vars(AdapterConformance)[test])
-            cls._dropped = cls._dropped - {test} if applies else cls._dropped | {test}
-        if cls.variant:
-            for name in vars(AdapterConformance):
-                if name.startswith("test_") and name not in NUMBERS:
-                    setattr(cls, name, None)
+        applies = {
+            "test_padding_never_matters": cls.make_padded is not AdapterConformance.make_padded,
+            "test_queries_can_be_scaled": cls.calibrates,
+            "test_autocast": cls.autocasts,
+            "test_compiles": cls.compiles,
+            "test_what_the_host_cannot_honour_is_refused_by_name": bool(cls.refused),
+        }
+        for name in filter(re.compile("test_").match, vars(AdapterConformance)):
+            if not applies.get(name, True) or (cls.variant and name not in NUMBERS):
+                setattr(cls, name, False)
+            elif getattr(cls, name) is False:  # dropped by a base, which says less than this class
+                setattr(cls, name, vars(AdapterConformance)[name])
 
     adapter: ClassVar[Adapter]
     sites: ClassVar[int]
@@ -121,7 +118,6 @@ class AdapterConformance(ABC):
     compiles: ClassVar[bool] = True
     calibrates: ClassVar[bool] = True
     variant: ClassVar[bool] = False
-    _dropped: ClassVar[frozenset[str]] = frozenset()
     tolerance: ClassVar[float] = 2e-5
 
     @abstractmethod
@@ -157,9 +153,18 @@ class AdapterConformance(ABC):
     def inject(self, attention: quest_core.AttentionSpec, seed: int = 0) -> nn.Module:
         return quest_core.inject(self.stock(seed), attention, adapter=self.adapter)[0]
 
-    def run_with_seed(self, model: nn.Module, inputs: tuple[Any, ...], seed: int = 2) -> Tensor:
-        torch.manual_seed(seed)
+    def run_with_seed(self, model: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
+        torch.manual_seed(2)
         return self.run(model, inputs)
+
+    def is_refused(self, attention: str, name: str) -> bool:
+        """Return whether a site cannot have this attention; fail unless `inject` says so of mechanism `name`."""
+        config = quest_core.AttentionConfig.parse(attention)
+        if all(self.adapter.refusal(site, config) is None for site in self.adapter.sites(self.stock())):
+            return False
+        with pytest.raises(quest_core.UnsupportedError, match=f"'.*{re.escape(name)}.*' cannot be used in"):
+            self.inject(attention)
+        return True
 
     def grouping(self, name: str = "gqa") -> str | None:
         """A grouping that fits every site, or None when the host's projections cannot change."""
@@ -255,12 +260,8 @@ class AdapterConformance(ABC):
                 register(name, source="a test")(type("Cubed", (_Cubed,), {}))
             grouping = any(option.name == "kv_heads" for option in find(name).options)
             attention = (self.grouping(name) if grouping else None) or name
-            config = quest_core.AttentionConfig.parse(attention)
-            if any(self.adapter.refusal(site, config) for site in self.adapter.sites(self.stock())):
-                with pytest.raises(quest_core.UnsupportedError, match=f"'.*{re.escape(name)}.*' cannot be used in"):
-                    self.inject(attention)
-                return
-            self._compare_with_reference(attention)
+            if not self.is_refused(attention, name):
+                self._compare_with_reference(attention)
 
     def _compare_with_reference(self, *attentions: str) -> None:
         inputs = map_tensors(self.inputs(), lambda x: x.double() if x.is_floating_point() else x)
@@ -286,20 +287,15 @@ class AdapterConformance(ABC):
 
     def test_families_train_or_are_refused_by_name(self) -> None:
         """Mechanisms without weights refuse to drop them, to pass them on and to return them."""
-        families = [part for part in mechanisms().values() if part.axis == "family"]
-        for part in families:
-            config = quest_core.AttentionConfig.parse(part.name)
-            able = all(self.adapter.refusal(site, config) is None for site in self.adapter.sites(self.stock()))
-            if not able:
-                with pytest.raises(quest_core.UnsupportedError, match=f"'{part.name}' cannot be used in"):
-                    self.inject(part.name)
+        for name in [name for name, part in mechanisms().items() if part.axis == "family"]:
+            if self.is_refused(name, name):
                 continue
-            model = self.inject(part.name)
+            model = self.inject(name)
             with _collect_used(model) as touched:
                 _loss(self.run(model, self.inputs())).backward()
             assert len(touched) == self.sites
             own = [p for m in model.modules() if isinstance(m, Mechanism) for p in m.parameters()]
-            assert all(p.grad is not None and p.grad.isfinite().all() for p in own), part.name
+            assert all(p.grad is not None and p.grad.isfinite().all() for p in own), name
 
     def test_padding_never_matters(self) -> None:
         torch.manual_seed(1)
@@ -473,25 +469,18 @@ class AdapterConformance(ABC):
 
 @contextmanager
 def _collect_used(model: nn.Module) -> Iterator[set[int]]:
-    """Collect the mechanisms of `model` that are used inside the block, as a whole or only their scores."""
+    """Collect the mechanisms of `model` of which a part is used inside the block: a score, or a family."""
     touched: set[int] = set()
-    wrapped = []
-    for whole in model.modules():
-        for module in (whole, *whole.children()) if isinstance(whole, Mechanism) else ():
-            for name in ("forward", "forward_with_logits", "decode") if module is whole else ("forward",):
-                method = getattr(module, name)
+    with ExitStack() as changes:
+        for mechanism in model.modules():
+            for part in mechanism.children() if isinstance(mechanism, Mechanism) else ():
 
-                def spy(*args: Any, _method: Any = method, _owner: int = id(whole), **kwargs: Any) -> Any:
+                def spy(*args: Any, _method: Any = part.forward, _owner: int = id(mechanism), **kwargs: Any) -> Any:
                     touched.add(_owner)
                     return _method(*args, **kwargs)
 
-                setattr(module, name, spy)
-                wrapped.append((module, name))
-    try:
+                changes.enter_context(mock.patch.object(part, "forward", spy))
         yield touched
-    finally:
-        for module, name in wrapped:
-            delattr(module, name)
 
 
 def _gradients(model: nn.Module, out: Tensor) -> dict[str, Tensor | None]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -32,13 +33,14 @@ def truth(
     *,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
+    dropout_p: float = 0,
     residual: Tensor | None = None,
     x: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the output [B, H, N, Dv], the weights and the logits [B, H, N, M], in the dtype of q.
 
-    Weights and logits are None for a family. Arguments as in `Mechanism.forward_with_logits`, with no component
-    `missing`; the parameters of `mechanism` must have the dtype of q.
+    Weights and logits are None for a family. Arguments as in `Mechanism.forward_with_logits`; dropout is left
+    out. No component may be `missing`, and the parameters of `mechanism` must have the dtype of q.
     """
     (batch, heads, n, _), (groups, m) = q.shape, k.shape[1:3]
     seen = visible(n, m, attn_mask, is_causal).expand(batch, 1 if mechanism.family is not None else heads, n, m)
@@ -84,46 +86,35 @@ def use_truth(mechanisms: Iterable[Mechanism]) -> Iterator[None]:
     """Inside the block these mechanisms, with no part `missing`, compute by their references; dropout is left out."""
     with ExitStack() as changes:
         for mechanism in mechanisms:
-            own = copy.copy(mechanism)
-            own._modules = dict(mechanism._modules)  # a shallow copy shares them
-            for name in ("forward", "forward_with_logits", *(["logits", "normalizer"] if own.family is None else [])):
-                changes.enter_context(mock.patch.object(mechanism, name, getattr(_Methods(own), name)))
+            places: list[tuple[Any, str, Callable[..., Any]]] = [
+                (mechanism, "forward", functools.partial(_output, mechanism)),
+                (mechanism, "forward_with_logits", functools.partial(truth, mechanism)),
+            ]
+            if mechanism.family is None:
+                normalizer = mechanism.normalizer
+                places += [
+                    (mechanism, "logits", functools.partial(_logits, mechanism.score)),
+                    (normalizer, "forward", functools.partial(Normalizer.forward, normalizer)),
+                    (normalizer, "weights", functools.partial(_weights, normalizer)),
+                ]
+            for place in places:
+                changes.enter_context(mock.patch.object(*place))
         yield
 
 
-class _Methods:
-    """What a host may call of a mechanism, by reference."""
-
-    def __init__(self, mechanism: Mechanism) -> None:
-        self.mechanism = mechanism
-        self.normalizer = _Weights(mechanism)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, unit_keys: bool = False, **options: Any) -> Tensor:
-        if unit_keys:  # normalized again, which changes nothing
-            assert torch.allclose(k.norm(dim=-1), k.new_ones(()))
-        return self.forward_with_logits(q, k, v, **options)[0]
-
-    def forward_with_logits(
-        self, q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.0, **options: Any
-    ) -> tuple[Tensor, Any, Any]:
-        return truth(self.mechanism, q, k, v, **options)
-
-    def logits(self, q: Tensor, k: Tensor) -> Tensor:
-        head = torch.arange(q.shape[1]) * k.shape[1] // q.shape[1]
-        seen = torch.ones(*q.shape[:3], k.shape[2], dtype=torch.bool)
-        return self.mechanism.score.reference(q, k, k, head=head, seen=seen)
+def _output(mechanism: Mechanism, *tensors: Tensor, unit_keys: bool = False, **options: Any) -> Tensor:
+    if unit_keys:  # normalized again, which changes nothing
+        assert torch.allclose(tensors[1].norm(dim=-1), tensors[1].new_ones(()))
+    return truth(mechanism, *tensors, **options)[0]
 
 
-class _Weights(Normalizer):
-    """The normalizer of a mechanism by reference."""
+def _logits(score: Score, q: Tensor, k: Tensor) -> Tensor:
+    head = torch.arange(q.shape[1]) * k.shape[1] // q.shape[1]
+    seen = torch.ones(*q.shape[:3], k.shape[2], dtype=torch.bool)
+    return score.reference(q, k, k, head=head, seen=seen)
 
-    def __init__(self, mechanism: Mechanism) -> None:
-        super().__init__(None)
-        self.mechanism = (mechanism,)  # not a submodule, because it holds this one
 
-    def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
-        (mechanism,) = self.mechanism
-        if mask is not None and mask.dtype != torch.bool:
-            logits = logits + mask.masked_fill(is_hidden(mask), 0)
-        seen = visible(logits.shape[-2], logits.shape[-1], mask, False).expand(logits.shape)
-        return mechanism.normalizer.reference(logits, seen)
+def _weights(normalizer: Normalizer, logits: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is not None and mask.dtype != torch.bool:
+        logits = logits + mask.masked_fill(is_hidden(mask), 0)
+    return normalizer.reference(logits, visible(logits.shape[-2], logits.shape[-1], mask, False).expand(logits.shape))
