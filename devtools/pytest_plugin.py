@@ -1,5 +1,9 @@
-"""The pytest plugin of this repository: ``pytest -p devtools.pytest_plugin``, after quest_core.testing.pytest_plugin.
+"""The pytest plugin of this repository: ``pytest -p devtools.pytest_plugin``.
 
+- Every run draws other random numbers. The header, and the summary of a failed run, name the seed that repeats them:
+  ``QUEST_TEST_SEED=1234 pytest ...``.
+- Every test starts with one PyTorch thread. The tensors of tests are tiny, and on a busy machine two threads wait for
+  each other for minutes.
 - A skip without a reason is a failure. With ``QUEST_NO_SKIP=1`` every skip is a failure, for machines that are meant
   to have all that the tests need. Expected failures are not changed, nor are skips because PyTorch is too old.
 - A test that the installed PyTorch is too old for is skipped: see `versions`.
@@ -16,6 +20,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import secrets
 import subprocess
 import sys
 from collections import defaultdict
@@ -23,6 +28,7 @@ from collections.abc import Callable, Generator
 from typing import TypeVar
 
 import pytest
+import torch
 
 from devtools import versions
 
@@ -30,16 +36,40 @@ NO_REASON = ("", "unconditional skip")  # pytest's text for a test without a rea
 LIMIT_S, IMPORTS = 5.0, 6
 NOT_RUN: list[str] = []
 """The tests that a suite did not collect, in words, and what they need."""
-START = pytest.StashKey[float]()
+SEED, START = pytest.StashKey[int](), pytest.StashKey[float]()
 OVER = pytest.StashKey[dict[str, float]]()
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 
+@pytest.hookimpl(tryfirst=True)  # before hypothesis reads its options
 def pytest_configure(config: pytest.Config) -> None:
+    text = os.environ.get("QUEST_TEST_SEED", "")
+    if text and not (text.isdecimal() and int(text) < 2**32):
+        raise pytest.UsageError(f"QUEST_TEST_SEED is '{text}'; it must be a whole number from 0 to {2**32 - 1}")
+    config.stash[SEED] = int(text) if text else secrets.randbelow(2**32)
+    os.environ["QUEST_TEST_SEED"] = str(config.stash[SEED])  # for the workers of pytest-xdist
+    if getattr(config.option, "hypothesis_seed", "") is None:  # hypothesis is installed, and no option names a seed
+        config.option.hypothesis_seed = str(config.stash[SEED])
     config.stash[OVER] = {}
     config.pluginmanager.register(_Collector(config.stash[OVER]))
+    config.addinivalue_line("markers", "slow: takes seconds, such as a compilation")
     config.addinivalue_line("markers", "drawn(n): only n cases, which the seed of the run chooses, are not slow")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"QUEST_TEST_SEED={config.stash[SEED]} repeats the random numbers of this run"
+
+
+@pytest.fixture(autouse=True)
+def seed(request: pytest.FixtureRequest) -> int:
+    """Seed the generators of Python, NumPy and PyTorch before every test; returns the seed of this run."""
+    value = request.config.stash[SEED]
+    random.seed(value)
+    torch.manual_seed(value)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(value)
+    return value
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is applied
@@ -110,6 +140,7 @@ def _processor_seconds() -> float:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    torch.set_num_threads(1)  # the test before may have called a command that sets it
     item.stash[START] = _processor_seconds()
     for mark in item.iter_markers("needs_torch"):
         versions.needs_torch(*mark.args)
@@ -145,6 +176,8 @@ def _seconds_of_import() -> float:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if terminalreporter.stats.keys() & {"failed", "error"}:
+        terminalreporter.line(pytest_report_header(config), yellow=True)
     for name, seconds in sorted(config.stash[OVER].items(), key=lambda one: -one[1]):
         terminalreporter.line(f"FAILED: {seconds:.1f} s of processor time; mark it slow, or make it faster: {name}")
     for tests in NOT_RUN:

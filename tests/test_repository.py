@@ -416,8 +416,7 @@ def test_the_processes_of_a_command_end_with_it(tmp_path):
 
 def run_pytest(folder, *options, **variables):
     """pytest with the plugin on the files of a folder."""
-    plugins = ("-p", "quest_core.testing.pytest_plugin", "-p", "devtools.pytest_plugin")
-    command = [sys.executable, "-m", "pytest", *plugins, "--rootdir", ".", *options]
+    command = [sys.executable, "-m", "pytest", "-p", "devtools.pytest_plugin", "--rootdir", ".", *options]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **variables}
     return subprocess.run(
         [*command, "."], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=200
