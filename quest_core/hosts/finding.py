@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -301,8 +301,8 @@ class Finding:
         self.left: dict[str, str] = {}  # modules without a softmax of q·k over tokens, by what they did -> why
         self.missed: dict[str, nn.Module] = {}  # others that are like attention by their class or by a softmax
 
-    def run(self, example: Any, *, allow_partial: bool = False, kernels_attend: bool = True) -> None:
-        """Run an example, as in :func:`quest_core.inject`, and find what it shows; `kernels_attend` as in `Adapter`.
+    def run(self, example: Any, adapters: Iterable[Adapter] = (), *, allow_partial: bool = False) -> None:
+        """Run an example, as in :func:`quest_core.inject`, and find what it shows, besides what others have shown.
 
         Raises:
             UnsupportedError: attention is written out in a way that is not understood, unless `allow_partial`; or the
@@ -311,7 +311,9 @@ class Finding:
         known = {*self.taken, *self.written}
         search = Search(self.model, known).run(example)
         judge = _Judge(
-            search, lambda: Search(self.model, known).run(example, changed=True), kernels_attend=kernels_attend
+            search,
+            lambda: Search(self.model, known).run(example, changed=True),
+            kernels_attend=all(one.kernels_attend for one in adapters),
         )
         if judge.refused and not allow_partial:
             shown = "; ".join(
@@ -321,10 +323,11 @@ class Finding:
                 f"attention that is written out is not understood: {shown}; say allow_partial=True to leave it as it is"
             )
         ran = {frame.path for frame in search.frames}
-        self.idle = [path for path in self.taken if within(path, search.calls) and path not in ran]
+        self.idle += [path for path in self.taken if within(path, search.calls) and path not in ran]
         self.calls |= search.calls
         self.written |= judge.sites
-        self.left = judge.left
+        self.left |= judge.left
+        self.missed = {}
         ours = self.ours()
         kinds = {host_class(self.modules[path]) for path in (*self.calls, *self.written)}
         weigh = {one.place for one in search.softmaxes if one.is_usual}

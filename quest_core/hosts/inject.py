@@ -28,7 +28,7 @@ from .adapter import Adapter, Site, require, sections
 from .finding import Finding
 from .plugins import adapter as find_adapter
 from .plugins import plugins, running_adapters
-from .sites import looks_like_attention, run_example, unknown_attention, within
+from .sites import looks_like_attention, unknown_attention, within
 from .torch import TorchAdapter
 
 REPORT = "attention_report"
@@ -262,22 +262,16 @@ def inject(
     found = _choose_sites(model, adapters)
     finding = Finding(model, [site.path for _, site in found])
     by_design = {kind: why for owner in adapters for kind, why in owner.leaves_alone.items()}
-    given = example is not None
-    if not given:
-        known = finding.ours() if adapter is None else [site.path for _, site in found]
-        unknown = _unknown(model, adapters, by_design, known)
-        missed = [path for path, module in unknown.items() if type(module).__name__ not in by_design]
-        if missed or not known:
-            example = _own_example(model, adapters, missed, allow_partial=allow_partial)
     ran = example is not None and example is not False
     if ran:
-        kernels_attend = all(owner.kernels_attend for owner in adapters)
-        try:
-            finding.run(example, allow_partial=allow_partial, kernels_attend=kernels_attend)
-        except InjectionError:
-            if given or not allow_partial:
-                raise
-        found = [(owner, site) for owner, site in found if site.path not in finding.idle]
+        finding.run(example, adapters, allow_partial=allow_partial)
+    for owner in adapters if example is None else ():
+        known = finding.ours() if ran or adapter is None else finding.taken
+        unknown = _unknown(model, adapters, by_design, known)
+        missed = [x for x, m in unknown.items() if type(m).__name__ not in by_design and x not in finding.left]
+        if missed or not known:
+            ran |= _run_own_example(finding, owner, adapters, missed, allow_partial=allow_partial)
+    found = [(owner, site) for owner, site in found if site.path not in finding.idle]
     if ran or adapter is None:
         found += finding.sites()
     if not found:
@@ -302,7 +296,7 @@ def inject(
     left = finding.missed | _unknown(model, adapters, by_design, [site.path for _, site in found])
     if not allow_partial:
         unread = {path: left[path] for path in left if path not in finding.left}
-        _refuse_partial(said, chosen, by_design, unread, ran=given and ran)
+        _refuse_partial(said, chosen, by_design, unread, ran=example is not None and ran)
     for owner, site in chosen:
         require(owner, site, site.attention)
     for config in configs:
@@ -593,24 +587,19 @@ def _unknown(
     return unknown_attention(model, known, lambda module: module in attention or looks_like_attention(module))
 
 
-def _own_example(
-    model: nn.Module, adapters: Iterable[Adapter], missed: Collection[str], *, allow_partial: bool
-) -> Callable[[nn.Module], None] | None:
-    """Return an example of the adapters' own for attention that they do not list, or None."""
-    made = []
-    for owner in adapters:
-        try:
-            made.append(owner.example(model, missed))
-        except InjectionError:
-            if not allow_partial:
-                raise
-    examples = [one for one in made if one is not None]
-
-    def run(model: nn.Module) -> None:
-        for one in examples:
-            run_example(model, one)
-
-    return run if examples else None
+def _run_own_example(
+    finding: Finding, owner: Adapter, adapters: Sequence[Adapter], missed: Collection[str], *, allow_partial: bool
+) -> bool:
+    """Find what an adapter's own example shows; return whether it has one. A partial injection does without."""
+    try:
+        example = owner.example(finding.model, missed)
+        if example is not None:
+            finding.run(example, adapters, allow_partial=allow_partial)
+    except InjectionError:
+        if not allow_partial:
+            raise
+        return False
+    return example is not None
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
