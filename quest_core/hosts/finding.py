@@ -15,7 +15,8 @@ from ..config import AttentionConfig
 from ..drafts import host_class
 from ..errors import InjectionError, UnsupportedError
 from .adapter import Adapter, Site, refusal
-from .following import LEARNED, TENSOR, Flow, Origin, from_last, varying
+from .following import LEARNED, TENSOR, Flow, Origin, varying
+from .functions import from_last
 from .search import UNKNOWN, UNSEEN, Frame, Operand, Search, Softmax, contraction
 from .sites import KEPT, FoundSite, looks_like_attention, norm_note, within
 from .universal import Call, Routed

@@ -12,30 +12,25 @@ from torch import Tensor, nn
 
 from ..compat import force_eager, is_compiling, may_read
 from ..mechanism import Mechanism
-from .following import (
-    ACTIVATION,
+from .following import ACTIVATION, Flow, Flows, Following, Origin, counted, factor_of, is_learned, varying
+from .functions import (
     BY_HAND,
     KEEPS,
     MOVES,
     NORMS,
     OTHER_PRODUCTS,
     PRODUCTS,
+    PROJECTIONS,
     SCALES,
     SOFTMAX,
-    Flow,
-    Flows,
-    Following,
-    Origin,
     alpha,
-    counted,
+    entries_from,
     equation,
-    factor_of,
     from_last,
     is_product,
     name_of,
     operands,
     tensors,
-    varying,
 )
 from .sites import common_norm, in_autograd_function, restoring, run_example
 from .universal import FUNCTIONS, Call
@@ -107,7 +102,7 @@ class Search(Following):
     running: list[Frame]
 
     def __init__(self, model: nn.Module, known: Collection[str]) -> None:
-        super().__init__(places=True)
+        super().__init__()
         self.model = model
         self.paths = {module: path for path, module in model.named_modules()}
         self.known = known
@@ -199,6 +194,52 @@ class Search(Following):
             elif name in MOVES | KEEPS and any(map(self._is_entrywise, tensors(args))):
                 self.entrywise |= {id(x): ref(x) for x in tensors((out,))}
         return out
+
+    def new(self, x: Tensor, origin: Origin, factor: float = 1.0, odd: str | None = None, also: Flows = ()) -> None:
+        """Begin at `x`, the result of `origin`, which was made from `also` besides."""
+        places = None
+        if origin.kind != "parameter" and not x.is_nested:
+            places = torch.arange(1, x.numel() + 1, dtype=torch.int32).view(x.shape)
+        origin.shape = tuple(x.shape)
+        self.note(x, (Flow(origin, factor, odd, places, tuple(self.running)), *also))
+
+    def follow(self, name: str, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        """Follow as a run does, and begin at projections, and at what is made from parameters only."""
+        given = entries_from(name, args, kwargs)
+        if name in PROJECTIONS:
+            self._project(name, given, out)
+            return
+        super().follow(name, func, args, kwargs, out)
+        floating = [x for x in given if x.is_floating_point()]
+        if floating and all(map(is_learned, floating)):
+            for result in tensors((args[0] if name == "setitem" else out,)):
+                if not self.flows(result):
+                    self.new(result, Origin("parameter", name))
+
+    def _project(self, name: str, given: list[Tensor], out: Tensor) -> None:
+        """Begin at a linear layer or convolution, and remember which logits or weights it mixes."""
+        flows = [flow for x in given for flow in self.flows(x)]
+        axis, kept = PROJECTIONS[name] % out.dim(), list[Flow]()
+        for flow in flows:
+            if flow.origin.kind == "softmax":
+                if flow.entries is None or flow.entries.dim() != out.dim() or flow.origin.axis in varying(flow, axis):
+                    flow.origin.uses.append("applied")  # weights that are read as features, as a coverage is
+                else:
+                    kept.append(flow._replace(entries=flow.entries.narrow(axis, 0, 1)).widened(out.shape))
+        self.new(out, Origin("plain", name, axis=axis, mixes=counted(flows)), also=tuple(kept))
+
+    def _hides(self, x: Any) -> bool:
+        """Return whether a tensor holds only zeros and ones, as a mask does, and no logits.
+
+        A parameter hides nothing, and neither do ones for whole rows, which a temperature may be at first.
+        """
+        if any(flow.origin.kind == "product" and not flow.origin.is_plain for flow in self.flows(x)):
+            return False
+        if x.dtype == torch.bool:
+            return True
+        if isinstance(x, nn.Parameter) or not may_read(x, waits=True):
+            return False
+        return bool(((x == 0) | (x == 1)).all()) and (x.shape[-1:] > (1,) or bool((x == 0).any()))
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> None:
         given = dict(zip(("query", "key"), args, strict=False)) | kwargs

@@ -21,19 +21,8 @@ from ..errors import UnsupportedError
 from ..mechanisms.base import Score
 from ..projections import HeadSizes
 from .adapter import Capabilities, mechanism_for
-from .following import (
-    FUNCTIONS,
-    NO_EQUATION,
-    SOFTMAX,
-    Comparing,
-    Origin,
-    alpha,
-    equation,
-    from_last,
-    is_product,
-    operands,
-    same_factor,
-)
+from .following import Comparing, Flow, Origin, same_factor
+from .functions import FUNCTIONS, NO_EQUATION, SOFTMAX, alpha, equation, from_last, is_product, operands
 from .sites import FoundSite, beyond_operands, in_compiled_graph, refuse_checkpoint, site_draft
 from .universal import FUNCTIONS as CALLS
 
@@ -195,7 +184,8 @@ class _Preparing(Comparing):
 
     def __init__(self, site: WrittenOut) -> None:
         super().__init__(site)
-        self.known, self.softmaxes = site.found_attention, 0
+        self.known = site.found_attention
+        self.number = self.softmaxes = 0  # of products and softmaxes so far
         self.mechanism = mechanism = site.mechanism
         self.keeps = not mechanism.fused or mechanism.monitor is not None  # products until their softmax
         self.rounded = False  # an operand has a half type
@@ -249,7 +239,7 @@ class _Preparing(Comparing):
             if self.keeps:
                 self.formed[self.number - 1] = q, k, out.shape
         if self.eager:
-            self.new(out, Origin("product", name, place), alpha(rest), also=self.addends(head, rest))
+            self.note(out, (Flow(Origin("product", name, place), alpha(rest)), *self.addends(head, rest)))
         return out
 
     def _prepare(self, product: Product, q: Tensor, k: Tensor) -> list[Tensor]:
