@@ -49,6 +49,7 @@ from .functions import (
     entries_from,
     holds_numbers,
     is_far,
+    map_tensors,
     name_of,
     number,
     tensors,
@@ -67,7 +68,6 @@ class Origin:
     """What a followed tensor was made from; a search fills in the last fields, from `learned` on."""
 
     kind: str  # "product", of two tensors; "softmax"; "parameter"; "plain" for any other activation
-    name: str  # of the function
     number: int = -1  # how many products were formed before this one
     equation: tuple[str, str, str] = NO_EQUATION  # letters of the axes of both operands and of the result: nd, dm, nm
     shape: tuple[int, ...] = ()  # of the result
@@ -86,7 +86,7 @@ class Origin:
         return self.kind == "plain" or any(self.learned)
 
 
-ACTIVATION = Origin("plain", "")
+ACTIVATION = Origin("plain")
 """The origin of an activation of which nothing is known but its factor."""
 
 
@@ -109,6 +109,10 @@ class Flow(NamedTuple):
         """Return the flow of a sum or a join, of whose parts one has this factor, and another has not."""
         return self._replace(odd=PART, factor=1.0) if self.odd in (None, PART) else self
 
+    def times(self, by: float) -> Flow:
+        """Return the flow after a multiplication."""
+        return self._replace(factor=self.factor * by)
+
     def widened(self, shape: torch.Size) -> Flow:
         """Return the flow with its places repeated to a shape."""
         if self.entries is None or self.entries.shape == shape:
@@ -117,6 +121,13 @@ class Flow(NamedTuple):
             return self._replace(entries=self.entries.expand(shape))
         except RuntimeError:
             return self._replace(entries=None)
+
+    @property
+    def along(self) -> set[int] | None:
+        """The axes of the tensor along which the axis of its origin runs, that of features or keys; None: unknown."""
+        if self.entries is None or self.origin.axis is None:
+            return None
+        return {dim for dim in range(self.entries.dim()) if self.origin.axis in varying(self, dim)}
 
 
 Flows = tuple[Flow, ...]
@@ -185,7 +196,7 @@ class Following(TorchFunctionMode):
         """Return the flows of what baddbmm or addmm adds to its product; arguments as `operands` returns them."""
         beta = float(rest.get("beta", 1.0))
         flows = self.flows(head[0]) if head and beta else ()
-        return tuple(f._replace(factor=f.factor * beta) for f in flows if f.origin.kind == "product")
+        return tuple(f.times(beta) for f in flows if f.origin.kind == "product")
 
     def is_parameter(self, x: Any) -> bool:
         """Return whether a tensor is a parameter, or was made from parameters only."""
@@ -199,19 +210,20 @@ class Following(TorchFunctionMode):
             one, other = other, one
         learned = self.is_parameter(other)
         factor = None if self.flows(other) and not learned else number(other)
-        if factor is None or (factor == 0 and step.name == "div"):
+        if not isinstance(one, Tensor):  # a number, divided by a tensor
+            changed = []
+        elif factor is None or (factor == 0 and step.name == "div"):
             changed = self._scale_entries(step, one, other, out, learned=learned)
         else:
             flows = self.flows(one)
             if not flows and not self.is_parameter(one) and out.is_floating_point():
                 flows = (Flow(ACTIVATION),)
             by = factor if step.name == "mul" else 1 / factor
-            gate, frames = by if self._may_gate(other) else 1.0, tuple(self.running)
-            changed = [f._replace(factor=f.factor * by, gate=f.gate * gate, frames=frames) for f in flows]
-            changed = [f.marked(LEARNED if learned else None) for f in changed]
+            gate, frames, why = by if self._may_gate(other) else 1.0, tuple(self.running), LEARNED if learned else None
+            changed = [f.times(by).marked(why)._replace(gate=f.gate * gate, frames=frames) for f in flows]
         self.note(out, _merge([f.widened(out.shape) for f in changed]))
 
-    def _scale_entries(self, step: Step, one: Any, other: Any, out: Tensor, *, learned: bool) -> list[Flow]:
+    def _scale_entries(self, step: Step, one: Tensor, other: Any, out: Tensor, *, learned: bool) -> list[Flow]:
         """Return what is left of the flows of `one`, and of `other`, the tensor of its factors."""
         flows, others = self.flows(one), self.flows(other)
         changed: list[Flow] = []
@@ -221,7 +233,7 @@ class Following(TorchFunctionMode):
                 changed.append(flow.marked(self._oddity(flow, one, other, learned=learned)))
         own = {f.origin for f in flows}
         for flow in others:
-            if _shifts_only(flow, other, flows, out) or _ends(flow, other, flows, out):
+            if _shifts_only(flow, other, flows, out) or (flow.origin not in own and _ends(flow, other, flows, out)):
                 continue
             kind = flow.origin.kind
             if kind == "softmax" or (kind == "product" and (holds_numbers(other) or flow.origin in own)):
@@ -262,16 +274,17 @@ class Following(TorchFunctionMode):
 
     def _is_by_head(self, x: Any, flow: Flow) -> bool:
         """Return whether a tensor multiplies an activation by one number, or one for each head."""
-        axis, index = flow.origin.axis, flow.entries
-        if index is None or axis is None or not isinstance(x, Tensor) or not may_read(x, waits=True) or self._hides(x):
+        index = flow.entries
+        if index is None or not isinstance(x, Tensor) or not may_read(x, waits=True) or self._hides(x):
             return False
         if (x.dim() and x.shape[-1] > 1) if self.is_parameter(x) else self.flows(x):
             return False
         if torch.broadcast_shapes(x.shape, index.shape) != index.shape:  # the activation is repeated for it
             return False
-        tokens = [dim for dim in range(index.dim()) if axis not in varying(flow, dim)]
+        if (along := flow.along) is None:
+            return False
         x = x.expand(index.shape)
-        return all(bool((x == x.narrow(dim, 0, 1)).all()) for dim in (*tokens, -1))
+        return all(bool((x == x.narrow(dim, 0, 1)).all()) for dim in {*range(x.dim()), -1} - along)
 
     def _pass_on(self, step: Step, out: Tensor, place: int) -> Flows:
         """Return what a function that does not multiply leaves of the flows of its arguments in its result `out`."""
@@ -292,7 +305,7 @@ class Following(TorchFunctionMode):
             places = {f.origin: self._move(step, f.origin, place) for f in flows if f.entries is not None}
             return _merge([f._replace(entries=places.get(f.origin)) for f in flows])
         if name in ("neg", "rsub"):
-            flows = [f._replace(factor=-f.factor) for f in flows]
+            flows = [f.times(-1) for f in flows]
         elif name in KEEPS:
             # Statistics that shift an activation do not count.
             kept = {f.origin for x, own in given for f in own if not any(_shifts_only(f, x, o, out) for _, o in given)}
@@ -303,28 +316,25 @@ class Following(TorchFunctionMode):
 
     def _move(self, step: Step, origin: Origin, place: int) -> Tensor | None:
         """Return the places of entries after a function that moves them; None if it does not move integers."""
-        name, func, args, kwargs, _ = step
 
-        def places(x: Any) -> Any:
-            if isinstance(x, list | tuple):
-                return type(x)(places(each) for each in x) if type(x) in (list, tuple) else x
-            if not isinstance(x, Tensor) or not x.is_floating_point():
+        def places(x: Tensor) -> Any:
+            if not x.is_floating_point():
                 return x
             found = [f.entries for f in self.flows(x) if f.origin is origin]
             return found[0] if found else torch.zeros(x.shape, dtype=torch.int32)
 
         try:
-            if name == "pad":
-                return torch.nn.functional.pad(places(args[0]), kwargs.get("pad", args[1] if len(args) > 1 else None))
-            if name == "setitem":
-                target = places(args[0])
-                if isinstance(args[2], Tensor) and target is not None:
+            args, kwargs = map_tensors(step.args, places), map_tensors(step.kwargs, places)
+            if step.name == "pad":
+                return torch.nn.functional.pad(args[0], kwargs.get("pad", args[1] if len(args) > 1 else None))
+            if step.name == "setitem":
+                target, at, value = args
+                if isinstance(value, Tensor):
                     target = target.clone()
-                    target[args[1]] = places(args[2])
+                    target[at] = value
                 return target  # type: ignore[no-any-return]
-            moved = func(*places(args), **{key: places(value) for key, value in kwargs.items()})
-            return list(tensors((moved,)))[place]
-        except (RuntimeError, TypeError, IndexError):
+            return list(tensors((step.func(*args, **kwargs),)))[place]
+        except (AttributeError, RuntimeError, TypeError, IndexError):
             return None
 
     def _change_base(self, step: Step, out: Any) -> None:
@@ -458,9 +468,9 @@ def _sum(step: Step) -> list[Flow]:
     if other.shape[-1:] in ((), (1,)) and any(f.odd in SHIFTS for f in second):
         first = tuple(f._replace(shifted=True) for f in first)
         second = tuple(f for f in second if f.odd not in SHIFTS)
-    times = alpha(step.kwargs) * (-1 if step.name == "sub" else 1)
+    by = alpha(step.kwargs) * (-1 if step.name == "sub" else 1)
     both = _products(first) & _products(second)
-    flows = [*first, *(f._replace(factor=f.factor * times) for f in second)]
+    flows = [*first, *(f.times(by) for f in second)]
     return [f.marked(MULTIPLES) if f.origin in both else f for f in flows]
 
 
@@ -512,17 +522,16 @@ def _shifts_only(flow: Flow, x: Tensor, others: Flows, out: Tensor) -> bool:
 def _ends(flow: Flow, x: Tensor, others: Flows, out: Tensor) -> bool:
     """Return whether a product by entries applies weights `x` to values, and note that; then they are weights no more.
 
-    A table before the axis of keys is no tensor of values, and neither are the weights themselves.
+    Values differ along keys; a table that is as long only on axes before them is none.
     """
-    axis, index = flow.origin.axis, flow.entries
-    if flow.origin.kind != "softmax" or not _is_smaller(x, out) or any(f.origin is flow.origin for f in others):
+    if flow.origin.kind != "softmax" or not _is_smaller(x, out):
         return False
-    if not _are_activation(others, flow.origin) and index is not None and axis is not None and index.dim() == out.dim():
-        keys = [dim for dim in range(out.dim()) if axis in varying(flow, dim)]
-        if keys and all(index.shape[dim] == out.shape[dim] for dim in range(min(keys), out.dim())):
-            return False
-    flow.origin.uses.append("by entries")
-    return True
+    index, ends = flow.entries, True
+    if index is not None and index.dim() == out.dim() and not _are_activation(others, flow.origin):
+        keys = flow.along
+        ends = not keys or index.shape[min(keys) :] != out.shape[min(keys) :]
+    flow.origin.uses += ["by entries"] if ends else []
+    return ends
 
 
 # --- places and memory ------------------------------------------------------------------------------------------------
@@ -548,15 +557,12 @@ def _keep_features(flow: Flow, out: Tensor) -> Flow:
 
     Features are where they were if their axes are as long, and the others are as many.
     """
-    index, axis = flow.entries, flow.origin.axis
-    if flow.origin.kind != "plain" or index is None or axis is None:
+    index = flow.entries
+    if flow.origin.kind != "plain" or index is None or index.shape == out.shape or index.dim() != out.dim():
         return flow
-    if index.shape == out.shape or index.dim() != out.dim():
+    if (along := flow.along) is None or any(index.shape[dim] != out.shape[dim] for dim in along):
         return flow
-    others = [dim for dim in range(out.dim()) if axis not in varying(flow, dim)]
-    if any(index.shape[dim] != out.shape[dim] for dim in range(out.dim()) if dim not in others):
-        return flow
-    for dim in others:
+    for dim in {*range(out.dim())} - along:
         index = index.narrow(dim, 0, 1)
     return flow._replace(entries=index.expand(out.shape))
 
@@ -574,11 +580,6 @@ def _overlap(one: Tensor, two: Tensor) -> bool:
         return False
     if one.dtype != two.dtype or (one.storage_offset(), one.numel()) == (two.storage_offset(), two.numel()):
         return True
-    places = torch.arange(max(map(_end, (one, two))))
+    places = torch.arange(one.untyped_storage().nbytes() // one.element_size())
     first, second = (places.as_strided(x.shape, x.stride(), x.storage_offset()).flatten() for x in (one, two))
     return bool(torch.isin(first, second).any())
-
-
-def _end(x: Tensor) -> int:
-    """Return the place in its storage after the last entry of a tensor."""
-    return 1 + int(x.storage_offset()) + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))

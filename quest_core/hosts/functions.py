@@ -1,13 +1,13 @@
 """The functions of PyTorch that following knows: what they do to entries, and how their arguments are read.
 
-What a function does is its group below; a name in none of them is an unknown function. Names are those of `name_of`.
+Each group below is one rule of following.py, and a function in none of them is unknown. Names are those of `name_of`.
 """
 
 from __future__ import annotations
 
 import functools
 import numbers
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -195,6 +195,15 @@ def tensors(values: Any) -> Iterator[Tensor]:
             yield from tensors(value)
         elif isinstance(value, dict):
             yield from tensors(value.values())
+
+
+def map_tensors(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a nest of dicts, lists and tuples with each tensor changed."""
+    if isinstance(values, Tensor):
+        return change(values)
+    if isinstance(values, dict):
+        return {key: map_tensors(value, change) for key, value in values.items()}
+    return type(values)(map_tensors(x, change) for x in values) if type(values) in (list, tuple) else values
 
 
 def is_far(args: Any, kwargs: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ref
@@ -28,6 +28,7 @@ from .functions import (
     equation,
     from_last,
     is_product,
+    map_tensors,
     name_of,
     operands,
     tensors,
@@ -93,6 +94,22 @@ UNSEEN = "a function that PyTorch does not show, such as compiled code,"
 UNKNOWN = Operand({}, None, None, None)
 
 
+class _Tensors:
+    """A set of tensors, which it does not keep alive."""
+
+    def __init__(self, values: Any = ()) -> None:
+        self._refs: dict[int, ref[Tensor]] = {}
+        self.add(values)
+
+    def add(self, values: Any) -> None:
+        """Add the tensors of arguments or results."""
+        self._refs |= {id(x): ref(x) for x in tensors((values,))}
+
+    def __contains__(self, x: Tensor) -> bool:
+        found = self._refs.get(id(x))
+        return found is not None and found() is x
+
+
 class Search(Following):
     """Runs an example without gradients, and notes calls, products and softmaxes with what is needed to judge them.
 
@@ -111,10 +128,10 @@ class Search(Following):
         self.products: list[Origin] = []
         self.softmaxes: list[Softmax] = []
         self.by_hand: dict[str, str] = {}  # path -> function
-        self.made = {id(x): ref(x) for x in (*model.parameters(), *model.buffers())}  # what PyTorch's functions made
+        self.made = _Tensors([*model.parameters(), *model.buffers()])  # what PyTorch's functions made
         self.unseen: set[str] = set()  # paths of modules in which something else made a tensor
-        self.lost: dict[int, ref[Tensor]] = {}  # such tensors, and what was made from them
-        self.entrywise: dict[int, ref[Tensor]] = {}  # products by entries of two projected activations
+        self.lost = _Tensors()  # such tensors, and what was made from them
+        self.entrywise = _Tensors()  # products by entries of two projected activations
 
     def run(self, example: Any, *, changed: bool = False) -> Search:
         """Run the model, on other values if `changed`. Random state and buffers stay as they were."""
@@ -133,7 +150,7 @@ class Search(Following):
 
     def _enter(self, module: nn.Module, inputs: Any, named: Any) -> None:
         if not self.running:
-            self._make((*inputs, *named.values()))
+            self.made.add((inputs, named))
         path = self.paths[module]
         known = path in self.known or isinstance(module, Mechanism) or bool(self.running and self.running[-1].known)
         frame = Frame(path, module, known, (len(self.products), len(self.softmaxes)))
@@ -142,19 +159,15 @@ class Search(Following):
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._use(output)
-        self._make(output)
+        self.made.add(output)
         self.running.pop().end = len(self.products), len(self.softmaxes)
-
-    def _make(self, values: Any) -> None:
-        self.made |= {id(x): ref(x) for x in tensors((values,))}
 
     def _use(self, values: Any) -> None:
         """Note the running modules if no function of PyTorch that was seen made one of some tensors."""
         for x in tensors((values,)):
-            known = self.made.get(id(x))
-            if x.is_floating_point() and (known is None or known() is not x):
+            if x.is_floating_point() and x not in self.made:
                 self._hide()
-                self.lost[id(x)] = ref(x)
+                self.lost.add(x)
 
     def _hide(self) -> None:
         self.unseen.update(frame.path for frame in self.running)
@@ -166,11 +179,11 @@ class Search(Following):
         self._use((*args, *kwargs.values()))
         if func in FUNCTIONS and not self.running[-1].known:
             self._call(func, args, kwargs)
-        lost = any(map(self._is_lost, tensors((*args, *kwargs.values()))))
+        lost = any(x in self.lost for x in tensors((*args, *kwargs.values())))
         out = func(*args, **kwargs)
-        self._make(out)
+        self.made.add(out)
         if lost:
-            self.lost |= {id(x): ref(x) for x in tensors((out,))}
+            self.lost.add(out)
         if type(func).__module__ == "torch._ops":  # an operator of the host or of its kernels
             self._hide()
         if self.running[-1].known:
@@ -184,15 +197,15 @@ class Search(Following):
             name in OTHER_PRODUCTS or (name in (*PRODUCTS, "linear") and self._are_projected([*tensors(args)][:2]))
         ):
             if not self._apply_all(args):
-                self.new(out, Origin("product", name, frames=tuple(self.running)), odd=name)
+                self.new(out, Origin("product", frames=tuple(self.running)), odd=name)
         else:
             self.follow(name, func, args, kwargs, out)
             if name in SCALES and isinstance(out, Tensor):
                 self._by_entries(args, out)
             elif name in ("sum", "nansum", "mean"):
                 self._sum(args, kwargs, out)
-            elif name in MOVES | KEEPS and any(map(self._is_entrywise, tensors(args))):
-                self.entrywise |= {id(x): ref(x) for x in tensors((out,))}
+            elif name in MOVES | KEEPS and any(x in self.entrywise for x in tensors(args)):
+                self.entrywise.add(out)
         return out
 
     def new(self, x: Tensor, origin: Origin, factor: float = 1.0, odd: str | None = None, also: Flows = ()) -> None:
@@ -214,19 +227,18 @@ class Search(Following):
         if floating and all(map(is_learned, floating)):
             for result in tensors((args[0] if name == "setitem" else out,)):
                 if not self.flows(result):
-                    self.new(result, Origin("parameter", name))
+                    self.new(result, Origin("parameter"))
 
     def _project(self, name: str, given: list[Tensor], out: Tensor) -> None:
         """Begin at a linear layer or convolution, and remember which logits or weights it mixes."""
         flows = [flow for x in given for flow in self.flows(x)]
         axis, kept = PROJECTIONS[name] % out.dim(), list[Flow]()
-        for flow in flows:
-            if flow.origin.kind == "softmax":
-                if flow.entries is None or flow.entries.dim() != out.dim() or flow.origin.axis in varying(flow, axis):
-                    flow.origin.uses.append("applied")  # weights that are read as features, as a coverage is
-                else:
-                    kept.append(flow._replace(entries=flow.entries.narrow(axis, 0, 1)).widened(out.shape))
-        self.new(out, Origin("plain", name, axis=axis, mixes=counted(flows)), also=tuple(kept))
+        for flow in [flow for flow in flows if flow.origin.kind == "softmax"]:
+            if flow.entries is None or flow.entries.dim() != out.dim() or axis in (flow.along or ()):
+                flow.origin.uses.append("applied")  # weights that are read as features, as a coverage is
+            else:
+                kept.append(flow._replace(entries=flow.entries.narrow(axis, 0, 1)).widened(out.shape))
+        self.new(out, Origin("plain", axis=axis, mixes=counted(flows)), also=tuple(kept))
 
     def _hides(self, x: Any) -> bool:
         """Return whether a tensor holds only zeros and ones, as a mask does, and no logits.
@@ -253,14 +265,9 @@ class Search(Following):
             call = call.with_factors(*(factor_of(one, sums=True) for one in flows), separable=separable)
         self.calls[frame.path] = self.calls[frame.path].join(call) if frame.path in self.calls else call
 
-    def _is_lost(self, x: Tensor) -> bool:
-        """Return whether `x` was made from a tensor that no function made which was seen."""
-        found = self.lost.get(id(x))
-        return found is not None and found() is x
-
     def _misses(self, x: Tensor) -> bool:
         """Return whether a factor on `x` may have been missed, because it is lost and no projection is known of it."""
-        return self._is_lost(x) and all(f.origin is ACTIVATION or not f.origin.is_plain for f in self.flows(x))
+        return x in self.lost and all(f.origin is ACTIVATION or not f.origin.is_plain for f in self.flows(x))
 
     def _around(self, *operands: Tensor) -> tuple[Frame, ...]:
         """Return the running modules in which the host also multiplied the operands by its factors."""
@@ -277,23 +284,19 @@ class Search(Following):
         for x in pair if two else ():
             if x.numel() < out.numel():
                 self._note_weights(x)
-        if any(map(self._is_entrywise, pair)) or (two and self._are_projected(pair)):
-            self.entrywise[id(out)] = ref(out)
-
-    def _is_entrywise(self, x: Tensor) -> bool:
-        """Return whether a tensor holds products by entries of two activations."""
-        found = self.entrywise.get(id(x))
-        return found is not None and found() is x
+        if any(x in self.entrywise for x in pair) or (two and self._are_projected(pair)):
+            self.entrywise.add(out)
 
     def _sum(self, args: Any, kwargs: Any, out: Tensor) -> None:
         """Begin at a sum over the features of a product by entries."""
         x: Tensor = args[0] if args else kwargs["input"]
-        if not self._is_entrywise(x):
+        if x not in self.entrywise:
             return
         given = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        dims = range(x.dim()) if given is None else (given,) if isinstance(given, int) else given
-        if any(f.entries is None or any(f.origin.axis in varying(f, dim) for dim in dims) for f in self.flows(x)):
-            origin = Origin("product", "mul", frames=tuple(self.running))
+        given = range(x.dim()) if given is None else (given,) if isinstance(given, int) else given
+        dims = {dim % max(x.dim(), 1) for dim in given}
+        if any(f.entries is None or dims & (f.along or set()) for f in self.flows(x)):
+            origin = Origin("product", frames=tuple(self.running))
             self.new(out, origin, odd="a sum of products by entries", also=self.flows(out))
 
     def _are_projected(self, pair: Sequence[Tensor]) -> bool:
@@ -307,7 +310,7 @@ class Search(Following):
                 self.by_hand.setdefault(flow.origin.frames[-1].path, flow.odd)
 
     def _product(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
-        origin = Origin("product", name, len(self.products), frames=tuple(self.running))
+        origin = Origin("product", len(self.products), frames=tuple(self.running))
         self.products.append(origin)
         parts = operands(name, args, kwargs)
         if parts is None:
@@ -338,9 +341,7 @@ class Search(Following):
 
     def _operand(self, x: Tensor, own: str, letters: tuple[str, str, str]) -> Operand:
         flow = next((flow for flow in self.flows(x) if flow.origin.is_plain), None)
-        features = None
-        if flow is not None and flow.entries is not None and flow.origin.axis is not None:
-            features = {s for i, s in enumerate(own) if flow.origin.axis in varying(flow, i)}
+        features = None if flow is None or flow.along is None else {own[dim] for dim in flow.along}
         sizes, factor = dict(zip(own, x.shape, strict=True)), factor_of(self.flows(x), sums=True)
         more: Any = {"like": x.new_empty(0), "separable": factor_of(self.flows(x)) is not None}
         if flow is not None:
@@ -372,8 +373,8 @@ class Search(Following):
                 if flow.origin.kind != "softmax":
                     continue
                 found, use, axis = True, "applied", flow.origin.axis
-                if flow.entries is not None and letters and axis is not None and flow.origin.shape[axis] > 1:
-                    over = {s for place, s in enumerate(letters[i]) if axis in varying(flow, place)}
+                if letters and flow.along is not None and axis is not None and flow.origin.shape[axis] > 1:
+                    over = {letters[i][dim] for dim in flow.along}
                     use = "applied" if over & set(contraction(letters)) else "kept"
                 if learned[1 - i] and use == "kept" and letters and len({*letters[i]}) == len(letters[i]):
                     kept.append(_mixed(flow, letters[i], letters[2], out))
@@ -402,7 +403,7 @@ class Search(Following):
         logits = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         terms = tuple(flow for flow in self.flows(logits) if flow.origin.kind == "product" or flow.origin.mixes)
-        origin = Origin("softmax", SOFTMAX, axis=from_last(dim, out.dim()) % max(out.dim(), 1))
+        origin = Origin("softmax", axis=from_last(dim, out.dim()) % max(out.dim(), 1))
         own = tuple(flow for flow in terms if not any(isinstance(use, Softmax) for use in flow.origin.uses))
         owner = self._owner(own)
         if any(owner in flow.origin.frames for flow in terms if flow not in own):
@@ -457,12 +458,3 @@ def _change(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return x.flatten().flip(0).view_as(x) if turns else x
 
     return map_tensors(args, other), map_tensors(kwargs, other)
-
-
-def map_tensors(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a nest of dicts, lists and tuples with each tensor changed."""
-    if isinstance(values, Tensor):
-        return change(values)
-    if isinstance(values, dict):
-        return {key: map_tensors(value, change) for key, value in values.items()}
-    return type(values)(map_tensors(x, change) for x in values) if type(values) in (list, tuple) else values

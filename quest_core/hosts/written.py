@@ -239,7 +239,7 @@ class _Preparing(Comparing):
             if self.keeps:
                 self.formed[self.number - 1] = q, k, out.shape
         if self.eager:
-            self.note(out, (Flow(Origin("product", name, place), alpha(rest)), *self.addends(head, rest)))
+            self.note(out, (Flow(Origin("product", place), alpha(rest)), *self.addends(head, rest)))
         return out
 
     def _prepare(self, product: Product, q: Tensor, k: Tensor) -> list[Tensor]:

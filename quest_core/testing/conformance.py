@@ -25,8 +25,8 @@ from torch import Tensor, nn
 import quest_core
 from quest_core import Adapter, Mechanism
 from quest_core.checkpoints import ENTRY, decode, set_attention_from
+from quest_core.hosts.functions import map_tensors
 from quest_core.hosts.inject import REPORT
-from quest_core.hosts.search import map_tensors
 from quest_core.mechanisms.base import Score
 from quest_core.notices import LOGGER
 from quest_core.registry import find, mechanisms, owner, register, temporary
