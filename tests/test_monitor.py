@@ -301,7 +301,7 @@ def test_a_packed_call_counts_once():
     lengths = [200, 3, 3]
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
     plan = quest_core.PackingPlan(starts)
-    assert len(plan.layout(packing.WASTE, torch.device("cpu")).buckets) == 2
+    assert len(plan.layout(packing.WASTE, torch.device("cpu")).tokens) == 2
     q, k, v = torch.randn(3, sum(lengths), H, D)
     norms = q.norm(dim=-1).amax(0).tolist()
     with Monitor(m, every=2) as monitor:

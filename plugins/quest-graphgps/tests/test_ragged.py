@@ -64,10 +64,10 @@ def test_the_rule_is_applied_again_to_other_padding():
     """Layers of one batch share a plan; another batch, also in the same tensor, and another rule do not."""
     hidden = torch.arange(20) >= torch.tensor([[20], [2], [3]])
     plan = attention.ragged_plan(hidden, 2)
-    assert [n for n, _ in plan.lengths] == [20, 2, 3]
+    assert plan.lengths == [20, 2, 3]
     assert attention.ragged_plan(hidden.clone(), 2) is plan
     hidden[1, 2] = False
-    assert [n for n, _ in attention.ragged_plan(hidden, 2).lengths] == [20, 3, 3]
+    assert attention.ragged_plan(hidden, 2).lengths == [20, 3, 3]
     assert attention.ragged_plan(torch.zeros(3, 20, dtype=torch.bool), 2) is None
     assert attention.ragged_plan(hidden, 64) is None
     assert attention.ragged_plan(hidden, 64, always=True) is not None

@@ -27,7 +27,7 @@ def by_definition(counts, size):
 def test_patches_are_those_of_the_definition(counts, size):
     patches = lay_out(counts, size, torch.device("cpu"))
     expected = by_definition(counts, size)
-    bounds = patches.plan.cu_seqlens_q.tolist()
+    bounds = patches.plan.cu_seqlens.tolist()
     held = [patches.slots[a:b].tolist() for a, b in itertools.pairwise(bounds)]
     assert held == [holds for holds, _ in expected]
     # Every point takes its output from the slot that is its own.
@@ -36,7 +36,7 @@ def test_patches_are_those_of_the_definition(counts, size):
     assert patches.slots[patches.rows].tolist() == list(range(sum(counts)))
     sizes = {len(holds) for holds in held}
     assert patches.size == (sizes.pop() if len(sizes) == 1 else None)
-    assert patches.plan.longest[0] == max(len(holds) for holds in held)
+    assert patches.plan.longest == max(len(holds) for holds in held)
 
 
 @pytest.mark.parametrize("counts", [[17, 3, 40], [5, 5], [2]])

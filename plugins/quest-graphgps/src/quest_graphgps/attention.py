@@ -91,6 +91,6 @@ def ragged_plan(hidden: Tensor, head_dim: int, *, always: bool = False) -> Packi
     plan = None
     if nodes and (always or batch * longest**2 - pairs > 8 * nodes * head_dim):
         ends = nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))  # [B + 1]
-        plan = PackingPlan(ends, max_seqlen_q=longest, max_seqlen_k=longest)
+        plan = PackingPlan(ends, max_seqlen=longest)
     _last = (hidden.clone(), rule, plan)  # a copy, because the caller may write to its mask
     return plan

@@ -291,7 +291,7 @@ class TensorAttention(SerializedAttention):
             raise InputError("attn_kind='rope' turns queries and keys by position: pass pos [N, 3] to the model")
         layout = self.patch_layout(batch) if patch_layout is None else patch_layout
         if "patches" not in layout:
-            plan = PackingPlan(layout["cu_seqlens"], max_seqlen_q=self.patch_size)
+            plan = PackingPlan(layout["cu_seqlens"], max_seqlen=self.patch_size)
             size = None if self.packed else self.patch_size
             layout["patches"] = Patches(layout["padded_indices"], layout["unpadded_indices"], size, plan)
         patches: Patches = layout["patches"]

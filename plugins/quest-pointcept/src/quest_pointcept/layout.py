@@ -40,7 +40,7 @@ class Patches:
     @functools.cached_property
     def padded(self) -> Patches:
         """The same patches filled up to the longest, with `real`: one dense batch."""
-        lengths = torch.tensor([n for n, _ in self.plan.lengths])[:, None]  # [P, 1]
+        lengths = torch.tensor(self.plan.lengths)[:, None]  # [P, 1]
         position = torch.arange(int(lengths.max()))
         real = position < lengths  # [P, K]
         start = lengths.cumsum(0) - lengths
@@ -67,7 +67,7 @@ def lay_out(counts: Sequence[int], patch_size: int, device: torch.device) -> Pat
         bounds += [bounds[-1] + step * (i + 1) for i in range(filled // step)]
         begin += n
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
-    plan = PackingPlan(cu_seqlens, max_seqlen_q=max(b - a for a, b in itertools.pairwise(bounds)))
+    plan = PackingPlan(cu_seqlens, max_seqlen=max(b - a for a, b in itertools.pairwise(bounds)))
     equal = all(n >= patch_size for n in counts) or len(set(counts)) == 1
     size = min(patch_size, counts[0]) if equal else None
     return Patches(torch.cat(slots).to(device), torch.cat(rows).to(device), size, plan)
