@@ -13,6 +13,7 @@ import pytest
 from distributions import write_distribution
 
 from quest_core import cli
+from quest_core.cli.start import command_of
 from quest_core.hosts import launch, plugins
 from quest_core.hosts.patching import when_imported
 
@@ -34,6 +35,11 @@ TOY = plugins.Plugin("toy", "torch", "1.0", ("json",), "quest_toy.adapter:HostAd
 LOST = plugins.Plugin("lost", "quest-lost", "1.0", ("no_such_host",), "quest_lost.adapter:HostAdapter")
 
 
+def parse(arguments):
+    """What `quest run` understands of its arguments."""
+    return cli._parser({}).parse_args(["run", *arguments])
+
+
 @pytest.fixture
 def run(tmp_path):
     """run(*arguments) is `quest run ...` in a folder with the framework toyhost and an installed plugin for it."""
@@ -45,8 +51,7 @@ def run(tmp_path):
     base = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(site)]), "PYTHONDONTWRITEBYTECODE": "1"}
 
     def start(*arguments, by_command=False):
-        options, words = cli.run.split(arguments)
-        command, env = launch.complete(words), launch.environment([toy], "--host" in options, base)
+        command, env = launch.complete(command_of(parse(arguments))), launch.environment([toy], "--host" in arguments, base)
         if by_command:
             code = "import sys; from quest_core.cli import main; sys.exit(main())"
             command, env = [sys.executable, "-c", code, "run", *arguments], base
@@ -143,19 +148,19 @@ def test_a_broken_plugin_says_one_line_and_stops_only_a_command_that_requires_it
 @pytest.mark.parametrize(
     ("argv", "hosts", "words"),
     [
-        ("train.py --host x", [], [sys.executable, "train.py", "--host", "x"]),
-        ("-- python train.py -m x", [], [sys.executable, "train.py", "-m", "x"]),
-        ("-- python -um pkg x", [], [sys.executable, "-um", "pkg", "x"]),
-        ("--host a --host b -m pkg -h", ["--host", "a", "--host", "b"], [sys.executable, "-m", "pkg", "-h"]),
-        ("--host=a sh train.sh", ["--host=a"], [shutil.which("sh"), "train.sh"]),
+        ("train.py --host x", None, [sys.executable, "train.py", "--host", "x"]),
+        ("-- python train.py -m x", None, [sys.executable, "train.py", "-m", "x"]),
+        ("-- python -um pkg x", None, [sys.executable, "-um", "pkg", "x"]),
+        ("--host a --host b -m pkg -h", ["a", "b"], [sys.executable, "-m", "pkg", "-h"]),
+        ("--host=a sh train.sh", ["a"], [shutil.which("sh"), "train.sh"]),
     ],
 )
 def test_the_command_begins_where_our_options_end(argv, hosts, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    options, command = cli.run.split(argv.split())
-    assert options == hosts
-    assert launch.complete(command) == words
+    given = parse(argv.split())
+    assert given.host == hosts
+    assert launch.complete(command_of(given)) == words
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import copy
 import json
 import math
-import os
+import sys
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from models import Around
 from torch import nn
 
 import quest_core
-from quest_core.cli import watch
+from quest_core.cli import main
+from quest_core.hosts import launch
 from quest_core.tools import pictures, script
 
 
@@ -159,10 +160,13 @@ class Cached(nn.Module):
 
 def test_the_models_of_a_script_are_drawn_and_compute_what_they_did(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(watch, "start", lambda command, plugins, variables: os.environ.update(variables))
-    monkeypatch.setenv(script.MAPPED, "")
-    watch.maps(["--out", str(tmp_path), "--", "python", "predict.py"])
-    maps = script.Maps(**json.loads(os.environ[script.MAPPED]))
+    asked = {}
+    monkeypatch.setattr(launch, "start", lambda command, plugins, variables: asked.update(variables) or sys.exit())
+    with pytest.raises(SystemExit):
+        main(["maps", "--out", str(tmp_path), "--", "python", "predict.py"])
+    given = json.loads(asked[script.LOOK])
+    assert given.pop("command") == "maps"
+    maps = script.Maps(**given)
     try:
         images, cache = torch.randn(2, 16, 4, 4), []
         outputs = [Cached().eval()(images, cache=cache), Cached().eval()(images, cache=[]), nn.Linear(4, 1)(images)]

@@ -111,7 +111,7 @@ PRODUCERS: dict[str, Callable[[], object]] = {
     "has head_dim": lambda: quest_core.attention(*heads(4, 5, 4), "quest"),
     "has a state": lambda: quest_core.attention(*heads(4, 4, 4), "elliptical"),
     "cannot be causal": lambda: quest_core.attention(*heads(4, 4, 4), "sinkhorn", is_causal=True),
-    "nothing to run": lambda: cli.run.main([]),
+    "nothing to run": lambda: sys.exit(cli.main(["run"])),
     "no plugin can be used": no_plugin,
 }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .. import __version__
 from ..errors import QuestError, one_of
-from . import doctor, mechanisms, run, watch
+from . import doctor, mechanisms, start
 from .new import EXAMPLES, new
 
 EPILOG = """examples:
@@ -46,10 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     others = {point.name: point for point in entry_points(group="quest.commands") if point.name not in COMMANDS}
     command = arguments[0] if arguments else ""
-    if command == "run":  # the words after our options belong to the user's command
-        run.main(arguments[1:])
-    if command in ("watch", "maps"):
-        return int(getattr(watch, command)(arguments[1:]))
     if command in others:
         return int(others[command].load()(arguments[1:]))
     if command == "bench":
@@ -81,9 +77,7 @@ def _parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
     what.add_argument("--mechanism", metavar="ATTENTION", help="test what this mechanism declares")
     examine = add("doctor", "which plugins work here, and how to fix the others")
     examine.add_argument("--timeout", metavar="SECONDS", type=float, default=60, help="per import (default: 60)")
-    add("run", "start a training command with the plugins installed (quest run --help)")
-    add("watch", "start a training command and measure its attention (quest watch --help)")
-    add("maps", "start a command and draw the attention of its model (quest maps --help)")
+    start.add_parsers(commands)
     for kind in EXAMPLES:
         copied = add(f"new-{kind}", f"copy an example of a {kind}, with tests that pass")
         copied.add_argument("name", metavar="NAME", help="the new distribution is quest-NAME")
@@ -100,9 +94,9 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
         mechanisms.check(given.mechanism) if given.mechanism else mechanisms.explain(given.attention)
     ),
     "doctor": lambda given: doctor.main(given.timeout),
-    "run": lambda _: 0,  # not reached: the process becomes the command
-    "watch": lambda _: 0,
-    "maps": lambda _: 0,
+    "run": start.run,
+    "watch": start.look,
+    "maps": start.look,
     "new-mechanism": lambda given: new("mechanism", given.name, given.out),
     "new-plugin": lambda given: new("plugin", given.name, given.out),
 }

@@ -27,14 +27,8 @@ def draw(folder: Path) -> Path | None:
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     if not records:
         return None
-    first, before, now = records[0], ([{"step": 0, "layers": {}}, *records])[-2], records[-1]
+    before, now = [{"step": 0, "layers": {}}, *records][-2:]
     words = remarks(now["layers"], before["layers"], now["step"] - before["step"])
-    ends = [{path: max(names.get("max_logit", [0])) for path, names in x["layers"].items()} for x in (first, now)]
-    if grown := [
-        (new / old, path, old, new) for path, new in ends[1].items() if 0 < (old := ends[0].get(path, 0)) < new
-    ]:
-        _, path, old, new = max(grown)
-        words.insert(0, f"since step {first['step']}, the logits of {path} grew most: from {old:.4g} to {new:.4g}")
     said = "".join(f"<li>{html.escape(line)}</li>" for line in words)
     page = folder / "watch.html"
     page.write_text(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import adaptive_avg_pool2d, interpolate
+from torch.nn.functional import adaptive_avg_pool2d, interpolate, pad
 
 from ..errors import InputError
 from .maps import attention_maps
@@ -93,25 +93,21 @@ def _patches(weights: Tensor, image: Tensor | None) -> tuple[int, int] | None:
 
 def _mosaic(layers: dict[str, Tensor], image: Tensor | None = None) -> Any:
     """Return a Figure: a row for each layer, and in it the picture of each head, [H, height, width]."""
-    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    heads = max(len(x) for x in layers.values())
-    step = SIDE + 2  # with a border
-    shown = torch.ones(len(layers) * step, heads * step, 3)
+    heads, step = max(map(len, layers.values())), SIDE + 2  # with a border
+    shown = torch.full((len(layers) * step, heads * step), torch.nan)
     for i, x in enumerate(layers.values()):
-        for h, own in enumerate(x):
-            small = adaptive_avg_pool2d(own[None], (min(own.shape[0], SIDE), min(own.shape[1], SIDE)))[None]
-            scaled = interpolate(small / small.max().clamp(min=1e-30), (SIDE, SIDE))[0, 0]
-            tile = torch.from_numpy(colormaps["viridis" if image is None else "inferno"](scaled.numpy()))[..., :3]
-            if image is not None:
-                gray = interpolate(image.mean(0)[None, None], (SIDE, SIDE), mode="bilinear", antialias=True)[0, 0]
-                gray = (gray - gray.min()) / (gray.max() - gray.min()).clamp(min=1e-30)
-                tile = 0.4 * gray[..., None] + 0.6 * tile
-            shown[i * step : i * step + SIDE, h * step : h * step + SIDE] = tile
+        small = adaptive_avg_pool2d(x, [min(size, SIDE) for size in x.shape[1:]])
+        tiles = interpolate((small / small.amax((1, 2), keepdim=True).clamp(min=1e-30))[None], (SIDE, SIDE))[0]
+        tiles = pad(tiles, (0, 2, 0, 2), value=torch.nan)  # [H, step, step]
+        shown[i * step : (i + 1) * step, : len(x) * step] = tiles.transpose(0, 1).flatten(1)
     figure = Figure(figsize=(0.7 * heads + 2, 0.7 * len(layers) + 0.8), layout="constrained")
     axes = figure.subplots()
-    axes.imshow(shown.numpy())
+    if image is not None:
+        gray = interpolate(image.mean(0)[None, None], (SIDE, SIDE), mode="bilinear", antialias=True)[0, 0]
+        axes.imshow(pad(gray, (0, 2, 0, 2), value=torch.nan).tile(len(layers), heads).numpy(), cmap="gray")
+    axes.imshow(shown.numpy(), cmap="viridis" if image is None else "inferno", alpha=1 if image is None else 0.6)
     _label(axes, [step * h + SIDE / 2 for h in range(heads)], [f"head {h}" for h in range(heads)])
     axes.set_yticks([step * i + SIDE / 2 for i in range(len(layers))], list(layers), fontsize=7)
     return figure

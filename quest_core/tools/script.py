@@ -25,11 +25,8 @@ from . import curves
 from .pictures import draw_maps
 from .watch import Watch
 
-WATCHED = "QUEST_WATCH"
-"""The environment variable of watched processes, "100:/folder": steps from one measurement to the next, and where the
-measurements are written."""
-MAPPED = "QUEST_MAPS"
-"""The environment variable of `quest maps`: the JSON of what `Maps` takes."""
+LOOK = "QUEST_LOOK"
+"""The environment variable of the processes below: the JSON of what `Script` or `Maps` takes, and of "command"."""
 PAUSE = 10  # seconds from one printed measurement to the next, at least
 WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
 Look = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
@@ -73,8 +70,8 @@ class Script:
     script goes on.
     """
 
-    def __init__(self, every: int, folder: Path) -> None:
-        self.every, self.folder = every, folder
+    def __init__(self, every: int, folder: str) -> None:
+        self.every, self.folder = every, Path(folder)
         self.watch: Watch | None = None
         self._tried: WeakSet[nn.Module] = WeakSet()
         self._said = (0, -math.inf)  # the latest step that was printed, and when
@@ -185,8 +182,5 @@ def say(text: str, command: str = "watch") -> None:
 
 def start() -> None:
     """Begin in this process what the environment asks for."""
-    if MAPPED in os.environ:
-        Maps(**json.loads(os.environ[MAPPED]))
-    if WATCHED in os.environ:
-        every, _, folder = os.environ[WATCHED].partition(":")
-        Script(int(every), Path(folder))
+    asked = json.loads(os.environ[LOOK])
+    {"watch": Script, "maps": Maps}[asked.pop("command")](**asked)

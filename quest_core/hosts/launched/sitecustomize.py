@@ -44,7 +44,7 @@ def watch() -> None:
     for pair in filter(None, os.environ.get("QUEST_RUN", "").split(",")):
         name, _, module = pair.partition("=")
         hook.when_imported(module.rstrip("!"), partial(install, name, module.endswith("!")))
-    if os.environ.get("QUEST_WATCH") or os.environ.get("QUEST_MAPS"):
+    if os.environ.get("QUEST_LOOK"):
         hook.when_imported("torch", measure)
 
 
