@@ -5,26 +5,26 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..compat import same_random_state
 from ..config import STANDARD, AttentionConfig, AttentionSpec
-from ..errors import ConfigError, InjectionError, InputError, UnsupportedError
+from ..errors import ConfigError, InputError, UnsupportedError
 from ..hosts.adapter import Adapter
 from ..hosts.finding import UNIVERSAL, WRITTEN_OUT
+from ..hosts.following import tensors
 from ..hosts.inject import inject
 from ..hosts.plugins import adapter as find_adapter
 from ..hosts.sites import run_example
-from ..mechanism import Mechanism, count_kv_heads
+from ..mechanism import Mechanism
 from ..mechanisms.base import Dims
+from ..projections import Projected
 from .monitor import Monitor
-
-Run: TypeAlias = Callable[[nn.Module, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def calibrate(
     attention: AttentionSpec = "quest",
     *,
     adapter: str | Adapter | None = None,
-    forward: Run | None = None,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
 ) -> tuple[nn.Module, CalibrationReport]:
     """Replace standard attention by quest, in place, so that fine-tuning starts from nearly the attention that was.
 
@@ -93,36 +93,34 @@ def calibrate(
     """
     target = AttentionConfig.parse(attention)
     refuse_uncalibratable(target)
-    run = forward or run_example
     batches = list(batches)
     if not batches:
         raise InputError("calibrate was given no batches; it measures key norms on a few inputs like those of training")
+
+    def outputs() -> list[Tensor]:
+        return [x for x in tensors((forward or run_example)(twin, batch) for batch in batches) if x.is_floating_point()]
+
     with same_random_state(model), torch.no_grad():
         twin = copy.deepcopy(model).eval()
-        try:
-            twin, replaced = inject(twin, _source(twin), adapter=adapter)
-        except InjectionError as error:
-            raise InjectionError(
-                f"calibrate scales the projection of queries, and needs an adapter that knows it: {error}. Attention "
-                "that an example finds is fine-tuned without calibration"
-            ) from error
-        if unknown := [row.path for row in replaced.replacements if row.adapter in (UNIVERSAL, WRITTEN_OUT)]:
-            raise UnsupportedError(
-                f"calibrate scales the projection of queries, which an adapter knows; '{unknown[0]}' was found by an "
-                "example; use quest_core.inject(model, 'quest', example=batch), and fine-tune"
-            )
-        given = adapter if isinstance(adapter, Adapter) else None
-        owners = [(row.path, given or find_adapter(row.adapter)) for row in replaced.replacements]
-        refuse_shared(twin, [path for path, _ in owners])
-        layers, wanted = _measure(twin, owners, batches, run, target)
+        twin, replaced = inject(twin, _source(twin), adapter=adapter)
+        owners = {row.path: row.adapter for row in replaced.replacements}
+        refuse_shared(twin, list(owners))
+        before = [_mechanism(twin, path) for path in owners]
+        with Monitor(nn.ModuleList(before), logits=False) as monitor:
+            wanted = outputs()
+        if not wanted:
+            raise InputError("the model's output holds no floating-point tensor; say with forward= what to compare")
         twin, _ = inject(twin, target, adapter=adapter)
-        uncalibrated = _change(twin, batches, wanted, run)
-        _fold(twin, owners, layers)
-        calibrated = _change(twin, batches, wanted, run)
+        seen, layers = monitor.collect(), []
+        for i, (path, old) in enumerate(zip(owners, before, strict=True)):
+            layers.append(_factors(path, old, _mechanism(twin, path), seen.get(str(i), {})))
+        changes = [_change(wanted, outputs())]
+        _fold(twin, layers, owners, adapter)
+        changes.append(_change(wanted, outputs()))
     # Every step has succeeded on the copy, so the model itself can follow.
     model, _ = inject(model, target, adapter=adapter)
-    _fold(model, owners, layers)
-    return model, CalibrationReport(str(target), tuple(layers), uncalibrated, calibrated)
+    _fold(model, layers, owners, adapter)
+    return model, CalibrationReport(str(target), tuple(layers), *changes)
 
 
 def refuse_uncalibratable(target: AttentionConfig) -> None:
@@ -166,58 +164,63 @@ def refuse_shared(model: nn.Module, paths: list[str]) -> None:
             raise UnsupportedError(f"'{one}' and '{other}' share parameters, so neither can be scaled by itself")
 
 
-def _measure(
-    model: nn.Module, owners: list[tuple[str, Adapter]], batches: list[Any], run: Run, target: AttentionConfig
-) -> tuple[list[LayerCalibration], list[list[Tensor]]]:
-    """Return the factors of every attention module of an injected standard model, and its outputs on every batch."""
-    ratios, monitors = [], []
-    for path, owner in owners:
-        site = next(site for site in owner.sites(model) if site.path == path)
-        if count_kv_heads(target, site.num_heads) != site.num_heads:
-            why = f"'{path}' has {site.num_heads} query heads, which were trained with a key head each"
-            raise _uncalibratable(target, why)
-        found = [module for module in site.module.modules() if isinstance(module, Mechanism)]
-        if len(found) != 1:
-            raise UnsupportedError(f"'{path}' has {len(found)} attention mechanisms, so its queries have no one factor")
-        wanted_score = Mechanism(target, num_heads=site.num_heads, head_dim=site.head_dim, projected=True).score
-        ratios.append(found[0].score.scale(site.head_dim) / wanted_score.scale(site.head_dim))
-        monitors.append(Monitor(found[0], logits=False))
-    outputs = [_tensors(run(model, batch)) for batch in batches]
-    if not any(outputs):
-        raise InputError("the model's output holds no floating-point tensor; say with forward= what to compare")
-    layers = []
-    for (path, _), ratio, monitor in zip(owners, ratios, monitors, strict=True):
-        monitor.remove()
-        seen = list(monitor.collect().values())
-        norms = seen[0]["key_norm_mean"] if seen else [math.nan]
-        if not all(map(math.isfinite, norms)):
-            raise InputError(
-                f"'{path}' saw no key, or none with a finite norm, in the {len(batches)} given batches, so its factors "
-                "are unknown; give batches (or a forward=) that run all of the model"
-            )
-        layers.append(LayerCalibration(path, tuple(norms), tuple(norm * ratio for norm in norms)))
-    return layers, outputs
+def scale_queries(
+    model: nn.Module, path: str, factor: Tensor, owner: str | None, given: str | Adapter | None = None
+) -> None:
+    """Multiply the query projection of each head of the attention at `path` by `factor` [H], in place.
+
+    Args:
+        owner: the name of the adapter that replaced it; None if it was built with its mechanism.
+        given: that adapter itself, if it is not installed.
+
+    Raises:
+        UnsupportedError: it is not known which projection makes the queries.
+    """
+    module = model.get_submodule(path)
+    if owner in (UNIVERSAL, WRITTEN_OUT):
+        raise UnsupportedError(
+            f"'{path}' was found by an example, which does not show which projection makes its queries; fine-tune "
+            "without scaling them"
+        )
+    if owner is not None:
+        (given if isinstance(given, Adapter) else find_adapter(owner)).scale_queries(module, factor)
+    elif isinstance(module, Projected):
+        module.projections.scale(module, module.head_sizes, "q", factor)
+    else:
+        raise UnsupportedError(f"it is not known which projection makes the queries of '{path}'")
 
 
-def _tensors(output: Any) -> list[Tensor]:
-    """Return the floating-point tensors of a nest of mappings and sequences, in order."""
-    if isinstance(output, Tensor):
-        return [output] if output.is_floating_point() else []
-    if isinstance(output, Mapping):
-        output = list(output.values())
-    return [tensor for item in output for tensor in _tensors(item)] if isinstance(output, tuple | list) else []
+def _mechanism(model: nn.Module, path: str) -> Mechanism:
+    found = [part for part in model.get_submodule(path).modules() if isinstance(part, Mechanism)]
+    if len(found) != 1:
+        raise UnsupportedError(f"'{path}' has {len(found)} attention mechanisms, so its queries have no one factor")
+    return found[0]
 
 
-def _change(model: nn.Module, batches: list[Any], before: list[list[Tensor]], run: Run) -> float:
+def _factors(path: str, old: Mechanism, new: Mechanism, seen: dict[str, list[float]]) -> LayerCalibration:
+    """Return the factors of an attention module, from its mechanisms before and after and what a Monitor has seen."""
+    assert old.dims is not None and new.dims is not None  # a model is injected with its sizes
+    if new.dims.kv_heads != old.dims.kv_heads:
+        why = f"'{path}' has {old.dims.num_heads} query heads, which were trained with a key head each"
+        raise _uncalibratable(new.config, why)
+    norms = seen.get("key_norm_mean", [math.nan])
+    if not all(map(math.isfinite, norms)):
+        raise InputError(
+            f"'{path}' saw no key, or none with a finite norm, in the given batches, so its factors are unknown; give "
+            "batches (or a forward=) that run all of the model"
+        )
+    ratio = old.score.scale(old.dims.head_dim) / new.score.scale(new.dims.head_dim)
+    return LayerCalibration(path, tuple(norms), tuple(norm * ratio for norm in norms))
+
+
+def _change(before: list[Tensor], after: list[Tensor]) -> float:
     """Return the RMS of the change of the outputs over the RMS of `before`."""
-    change = total = 0.0
-    for batch, old in zip(batches, before, strict=True):
-        for was, now in zip(old, _tensors(run(model, batch)), strict=True):
-            change += float((now.double() - was.double()).square().sum())
-            total += float(was.double().square().sum())
+    change = sum(float((b.double() - a.double()).square().sum()) for a, b in zip(before, after, strict=True))
+    total = sum(float(a.double().square().sum()) for a in before)
     return math.sqrt(change / total) if total else math.nan
 
 
-def _fold(model: nn.Module, owners: list[tuple[str, Adapter]], layers: list[LayerCalibration]) -> None:
-    for (path, owner), layer in zip(owners, layers, strict=True):
-        owner.scale_queries(model.get_submodule(path), torch.tensor(layer.factors, dtype=torch.float64))
+def _fold(model: nn.Module, layers: list[LayerCalibration], owners: dict[str, str], adapter: Any) -> None:
+    for layer in layers:
+        factor = torch.tensor(layer.factors, dtype=torch.float64)
+        scale_queries(model, layer.path, factor, owners[layer.path], adapter)

@@ -6,12 +6,9 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, UnsupportedError
-from ..hosts.finding import UNIVERSAL, WRITTEN_OUT
 from ..hosts.inject import REPORT
-from ..hosts.plugins import adapter
 from ..mechanism import Mechanism
-from ..projections import Projected
-from .calibration import leaves, refuse_shared
+from .calibration import leaves, refuse_shared, scale_queries
 from .monitor import TrainingMonitor, borrow
 
 
@@ -89,18 +86,12 @@ class QKClip:
         return clipped
 
     def _scale(self, path: str, factor: torch.Tensor) -> None:
-        module = self.model.get_submodule(path)
-        if isinstance(module, Mechanism):  # of a model that is one attention
-            path, module = "", self.model
+        if isinstance(self.model.get_submodule(path), Mechanism):  # of a model that is one attention
+            path = ""
         rows = getattr(self.model, REPORT).replacements if hasattr(self.model, REPORT) else ()
-        owners = [row.adapter for row in rows if row.path == path]
         try:
-            if owners and owners[0] not in (UNIVERSAL, WRITTEN_OUT):
-                adapter(owners[0]).scale_queries(module, factor)
-            elif isinstance(module, Projected):
-                module.projections.scale(module, module.head_sizes, "q", factor)
-            else:
-                raise UnsupportedError("it is not known which projection makes them")
+            owner = next((row.adapter for row in rows if row.path == path), None)
+            scale_queries(self.model, path, factor, owner)
         except UnsupportedError as error:
             raise UnsupportedError(f"QK-clip cannot scale the queries of '{path}': {error}") from error
 
