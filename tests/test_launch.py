@@ -51,7 +51,10 @@ def run(tmp_path):
     base = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(site)]), "PYTHONDONTWRITEBYTECODE": "1"}
 
     def start(*arguments, by_command=False):
-        command, env = launch.complete(command_of(parse(arguments))), launch.environment([toy], "--host" in arguments, base)
+        command, env = (
+            launch.complete(command_of(parse(arguments))),
+            launch.environment([toy], "--host" in arguments, base),
+        )
         if by_command:
             code = "import sys; from quest_core.cli import main; sys.exit(main())"
             command, env = [sys.executable, "-c", code, "run", *arguments], base

@@ -55,48 +55,51 @@ in Python:
   from quest_core.tools.pictures import draw_maps; draw_maps(model, batch, "cat", image=batch)
 """
 COMMANDS = {
-    "run": ("start a training command with the plugins installed", "[--host NAME ...]", RUN, RUN_EXAMPLES),
-    "watch": ("start a training command and measure its attention", "[--every N] [--out DIR]", WATCH, WATCH_EXAMPLES),
-    "maps": (
-        "start a command and draw the attention of its model",
-        "[--query N] [--tokens WORDS] [--out DIR]",
-        MAPS,
-        MAPS_EXAMPLES,
-    ),
+    "run": ("start a training command with the plugins installed", RUN, RUN_EXAMPLES),
+    "watch": ("start a training command and measure its attention", WATCH, WATCH_EXAMPLES),
+    "maps": ("start a command and draw the attention of its model", MAPS, MAPS_EXAMPLES),
 }
-"""What `quest --help` says of a command; its options, description and examples."""
+"""What `quest --help` says of a command; its description and examples."""
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "run": {
+        "--host": {
+            "metavar": "NAME",
+            "action": "append",
+            "help": "install only this plugin, and fail if it does not work; repeat it for others (default: all that "
+            "work)",
+        },
+    },
+    "watch": {
+        "--every": {"metavar": "N", "type": int, "default": 100, "help": "measure every N-th step (default: 100)"},
+        "--draw": {"metavar": "DIR", "type": Path, "help": "only draw the page of what DIR holds"},
+        "--out": {"metavar": "DIR", "type": Path, "help": "default: quest-watch/<the time>"},
+    },
+    "maps": {
+        "--query": {"metavar": "N", "type": int, "help": "the query of the second picture (default: their mean)"},
+        "--tokens": {"metavar": "WORDS", "type": str.split, "help": "words under the keys, separated by spaces"},
+        "--call": {"metavar": "N", "type": int, "default": 1, "help": "draw the N-th call of a model (default: 1)"},
+        "--out": {"metavar": "DIR", "type": Path, "help": "default: quest-maps/<the time>"},
+    },
+}
 
 
 def add_parsers(commands: Any) -> None:
     """Add the parsers of these commands to those of `quest`."""
-    for name, (summary, usage, words, examples) in COMMANDS.items():
+    for name, (summary, words, examples) in COMMANDS.items():
         parser = commands.add_parser(
             name,
             help=f"{summary} (quest {name} --help)",
-            usage=f"quest {name} {usage} [--] COMMAND ...",
+            usage=f"quest {name} [OPTIONS] [--] COMMAND ...",
             description=words,
             epilog=examples,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        if name == "run":
-            text = "install only this plugin, and fail if it does not work; repeat it for others (default: all that work)"
-            parser.add_argument("--host", action="append", metavar="NAME", help=text)
-        else:
-            parser.add_argument("--out", metavar="DIR", type=Path, help=f"default: quest-{name}/<the time>")
-        if name == "watch":
-            text = "measure every N-th step (default: 100)"
-            parser.add_argument("--every", metavar="N", type=int, default=100, help=text)
-            parser.add_argument("--draw", metavar="DIR", type=Path, help="only draw the page of what DIR holds")
-        if name == "maps":
-            text = "the query of the second picture (default: their mean)"
-            parser.add_argument("--query", metavar="N", type=int, help=text)
-            parser.add_argument("--tokens", metavar="WORDS", help="words under the keys, separated by spaces")
-            text = "draw the N-th call of a model (default: 1)"
-            parser.add_argument("--call", metavar="N", type=int, default=1, help=text)
+        for option, how in OPTIONS[name].items():
+            parser.add_argument(option, **how)
         # From the first word that is no option of ours, all belong to the command.
         parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-        parser.add_argument("words", metavar="COMMAND", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+        parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def command_of(given: argparse.Namespace) -> list[str]:
@@ -120,12 +123,13 @@ def look(given: argparse.Namespace) -> int:
     name = f"quest {given.command}"
     if importlib.util.find_spec("matplotlib") is None:
         raise QuestError(f"{name} draws with matplotlib, which is not installed; pip install 'quest-core[watch]'")
-    asked: dict[str, Any] = {"command": given.command}
     if given.command == "maps":
         check_sizes(**{"--call": given.call})
-        tokens = given.tokens.split() if given.tokens else None
-        asked |= {"call": given.call, "query": given.query, "tokens": tokens}
-    elif given.draw is not None:
+        asked = {"call": given.call, "query": given.query, "tokens": given.tokens or None}
+    elif given.draw is None:
+        check_sizes(**{"--every": given.every})
+        asked = {"every": given.every}
+    else:
         from ..tools.curves import draw
 
         page = draw(given.draw)
@@ -133,9 +137,6 @@ def look(given: argparse.Namespace) -> int:
             raise QuestError(f"{name}: {given.draw} holds no measurement (a file watch.jsonl)")
         print(page)
         return 0
-    else:
-        check_sizes(**{"--every": given.every})
-        asked["every"] = given.every
     words = command_of(given)
     folder = given.out or Path(f"quest-{given.command}") / datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
     if folder.exists() and any(folder.iterdir()):
@@ -144,4 +145,5 @@ def look(given: argparse.Namespace) -> int:
         plugins = launch.choose_plugins(None)
     except PluginError:  # plain PyTorch needs none
         plugins = []
-    launch.start(words, plugins, variables={"QUEST_LOOK": json.dumps({**asked, "folder": str(folder.resolve())})})
+    asked |= {"command": given.command, "folder": str(folder.resolve())}
+    launch.start(words, plugins, variables={"QUEST_LOOK": json.dumps(asked)})
