@@ -102,7 +102,7 @@ def test_attention_that_an_example_finds(attention):
 
 
 def test_errors():
-    with pytest.raises(quest_core.UnsupportedError, match=r"'attn' is attention 'linear', which forms no weights"):
+    with pytest.raises(quest_core.UnsupportedError, match="attention 'linear' forms no weights"):
         quest_core.attention_maps(Model("linear"), (torch.randn(2, 6, 16),))
     for query in (6, -7):
         with pytest.raises(quest_core.InputError, match=f"queries holds {query}, .* has 6 queries"):

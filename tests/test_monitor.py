@@ -374,7 +374,7 @@ def test_training_is_the_same_with_and_without():
         out.square().sum().backward()
         results.append([out.detach(), *(p.grad for p in model.parameters()), *model.state_dict().values()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    layer = next(iter(monitor._layers.values()))
+    layer = next(iter(monitor.layers.values()))
     assert layer.seen
     assert not any(x.requires_grad for x in layer.seen.values())
 
@@ -386,7 +386,7 @@ def test_recomputation_is_not_counted_twice():
     for _ in range(2):
         q.requires_grad_(True)
         torch.utils.checkpoint.checkpoint(m, q, k, v, use_reentrant=False).sum().backward()
-    assert monitor._layers["mechanism"].calls == 2
+    assert monitor.layers["mechanism"].calls == 2
 
 
 def test_state_dicts_copies_and_pickles_have_no_monitor():
@@ -442,7 +442,7 @@ def test_memory_is_bounded(attention, causal, monkeypatch):
     q, k = torch.randn(1, H, 256, D), torch.randn(1, H, 256, D)
     monitor = Monitor(m)
     with Largest() as largest:
-        layer = monitor._layers["mechanism"]
+        layer = monitor.layers["mechanism"]
         layer._count(Call(q, k, None, causal, (1, H, 256, 256), layer._logit_form(q, k, 1.0)))
     assert largest.elements <= 4096
     assert len(monitor.collect()["mechanism"]["entropy"]) == H

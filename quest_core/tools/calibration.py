@@ -199,7 +199,8 @@ def _mechanism(model: nn.Module, path: str) -> Mechanism:
 
 def _factors(path: str, old: Mechanism, new: Mechanism, seen: dict[str, list[float]]) -> LayerCalibration:
     """Return the factors of an attention module, from its mechanisms before and after and what a Monitor has seen."""
-    assert old.dims is not None and new.dims is not None  # a model is injected with its sizes
+    assert old.dims is not None  # a model is injected with its sizes
+    assert new.dims is not None
     if new.dims.kv_heads != old.dims.kv_heads:
         why = f"'{path}' has {old.dims.num_heads} query heads, which were trained with a key head each"
         raise _uncalibratable(new.config, why)

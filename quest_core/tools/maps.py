@@ -43,20 +43,15 @@ def attention_maps(model: nn.Module, example: Any, *, queries: Queries = None) -
     """
     give_back = borrow(model, example)
     try:
-        return _maps(model, example, queries)
+        with _Maps(model, queries) as maps, restoring(model):
+            run_example(model, example)
     finally:
         give_back()
-
-
-def _maps(model: nn.Module, example: Any, queries: Queries) -> dict[str, Tensor]:
-    for path, module in model.named_modules():
-        if isinstance(module, Mechanism) and module.family is not None:
-            raise UnsupportedError(
-                f"'{path.removesuffix('.mechanism')}' is attention '{module.config}', which forms no weights"
-            )
-    with _Maps(model, queries) as maps, restoring(model):
-        run_example(model, example)
-    found = maps.found()
+    found = {
+        f"{path}#{i + 1}" if i else path: weights
+        for path, layer in maps.layers.items()
+        for i, weights in enumerate(layer.maps)
+    }
     if not found:
         raise InjectionError("the example reached no attention of the model")
     return found
@@ -69,17 +64,8 @@ class _Maps(Monitor):
         self._queries = queries
         super().__init__(model)
 
-    def layer(self, mechanism: Mechanism, every: int, logits: bool) -> Layer:
+    def _watch(self, mechanism: Mechanism) -> Layer:
         return _Map(mechanism, self._queries)
-
-    def found(self) -> dict[str, Tensor]:
-        """Return the weights of each call, by path."""
-        return {
-            f"{path}#{i + 1}" if i else path: weights
-            for path, layer in self._layers.items()
-            if isinstance(layer, _Map)
-            for i, weights in enumerate(layer.maps)
-        }
 
 
 class _Map(Layer):
@@ -88,7 +74,7 @@ class _Map(Layer):
     whole = True
 
     def __init__(self, mechanism: Mechanism, queries: Queries) -> None:
-        super().__init__(mechanism, every=1, logits=True)
+        super().__init__(mechanism)
         self.maps: list[Tensor] = []
         self._queries = queries
 
@@ -100,12 +86,13 @@ class _Map(Layer):
 
     def _see(self, call: Call) -> None:
         """Keep the weights of a call."""
+        if call.form is None:
+            raise UnsupportedError(f"attention '{self.mechanism.config}' forms no weights")
         if not call.known:
             raise UnsupportedError(
                 f"the model writes attention '{self.mechanism.config}' out in a way that hides which sample, head and "
                 "key a weight is of; call scaled_dot_product_attention there"
             )
-        assert call.form is not None  # a family has been refused
         batch, heads, n, m = call.shape
         asked = range(n) if self._queries is None else self._queries
         given = asked(n) if callable(asked) else asked
@@ -113,8 +100,7 @@ class _Map(Layer):
             raise InputError(f"queries holds {outside[0]}, and an attention '{self.mechanism.config}' has {n} queries")
         wanted = [query % n for query in given]
         kept = call.q.new_zeros(batch, heads, len(wanted), m)
-        logits = (call.form, call.shape, call.mask, call.is_causal)
-        for some, rows, z, formed in blocks(self.mechanism, *logits, wanted, call.weigh):
+        for some, rows, z, formed in blocks(self.mechanism, call, wanted):
             here = [(i, query - rows.start) for i, query in enumerate(wanted) if rows.start <= query < rows.stop]
             to, of = map(list, zip(*here, strict=True))
             weights = z[:, :, of].softmax(-1).nan_to_num(0) if formed is None else formed[:, :, of]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -89,18 +89,12 @@ class Monitor:
                 f"{type(model).__name__} has no attention of quest_core to observe; inject one first: "
                 "model, report = quest_core.inject(model, 'standard') computes what the model computed before"
             )
-        self._layers = {path: self.layer(module, every, logits) for path, module in found.items()}
-        self._collected: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # by the last two calls of `collect`
-        for path, module in found.items():
-            module.monitor = (*(module.monitor or ()), self._layers[path])
+        self.every, self.logits = every, logits
+        self.layers: dict[str, Any] = {path: self._watch(module) for path, module in found.items()}
 
-    def layer(self, mechanism: Mechanism, every: int, logits: bool) -> Layer:
-        """Return what sees the calls of one mechanism."""
-        return Layer(mechanism, every, logits)
-
-    def names(self) -> dict[str, list[str]]:
-        """Return {path: the names of what `collect` can return of a layer}."""
-        return {path: layer.names() for path, layer in self._layers.items()}
+    def _watch(self, mechanism: Mechanism) -> Layer:
+        """Let a layer of its own see the calls of a mechanism."""
+        return Layer(mechanism, self.every, self.logits)
 
     def collect(self, *, flat: bool = False) -> dict[str, Any]:
         """Return what was observed since the last call: maxima of all calls, and means over all their tokens.
@@ -115,19 +109,18 @@ class Monitor:
             {path: {name: [a float per head]}}, or {"path/name/head0": float} if `flat`. The path is that of the module
             around the mechanism. Layers that no rank has run are left out; a head without a visible pair reports NaN.
         """
-        shares = [{path: layer.take() for path, layer in self._layers.items() if layer.seen}]
+        shares = [{path: layer.take() for path, layer in self.layers.items() if layer.seen}]
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             local = shares[0]
             shares = [{} for _ in range(torch.distributed.get_world_size())]
             torch.distributed.all_gather_object(shares, local)
         result: dict[str, dict[str, list[float]]] = {}
-        for path in self._layers:
+        for path in self.layers:
             seen: _Seen = {}
             for share in shares:
                 _add(seen, share.get(path, {}))
             if seen:
                 result[path] = _values(seen)
-        self._collected = (result, self._collected[0])
         if not flat:
             return result
         return {
@@ -139,19 +132,11 @@ class Monitor:
 
     def unseen(self) -> dict[str, str]:
         """Return {path: why} of layers whose attention ran and could not be observed."""
-        return {path: layer.unseen for path, layer in self._layers.items() if layer.unseen is not None}
-
-    def remarks(self) -> list[str]:
-        """Return what the latest `collect` found, in words; how fast logits grow is relative to the `collect` before.
-
-        A line for the layer with the largest logit, and for each other layer whose logits are above 100 or NaN, or
-        whose softmax is saturated; then a link to what people do about it, and the layers that could not be observed.
-        """
-        return remarks(*self._collected) + not_measured(self.unseen())
+        return {path: layer.unseen for path, layer in self.layers.items() if layer.unseen is not None}
 
     def remove(self) -> None:
         """Stop observing. What has been seen can still be collected; calling it twice does no harm."""
-        for layer in self._layers.values():
+        for layer in self.layers.values():
             layer.remove()
 
     def __enter__(self: Own) -> Own:
@@ -166,8 +151,12 @@ def not_measured(unseen: dict[str, str]) -> list[str]:
     return [f"not measured: {', '.join(unseen)}: {next(iter(unseen.values()))}"] if unseen else []
 
 
-def remarks(now: dict[str, Any], before: dict[str, Any], steps: int = 0) -> list[str]:
-    """Return `Monitor.remarks` of what `collect` returned `now` and `steps` of a training `before`; 0 if unknown."""
+def remarks(now: dict[str, Any], before: dict[str, Any], steps: int) -> list[str]:
+    """Return in words what `collect` returned `now` and `steps` of a training `before`.
+
+    A line for the layer with the largest logit, and for each other layer whose logits are above 100 or NaN, or
+    whose softmax is saturated; then a link to what people do about it.
+    """
     logits = {
         path: [-math.inf if math.isnan(value) else value for value in names["max_logit"]]
         for path, names in now.items()
@@ -183,9 +172,9 @@ def remarks(now: dict[str, Any], before: dict[str, Any], steps: int = 0) -> list
         saturated = [entropy for entropy in names.get("entropy", ()) if entropy < SATURATED]
         words = f"{path}, head {head}: the largest logit is {top:.4g}"
         if path in before and 0 < (old := before[path]["max_logit"][head]) < math.inf and 0 < top < math.inf:
-            growth = (top / old) ** (1 / (steps or 1)) - 1
-            words += f" ({growth:+.2%} {'a step' if steps else 'since the collect before'})"
-            left = math.log(OVERFLOW / top) / math.log1p(growth) if steps and growth > 0 else 0
+            growth = (top / old) ** (1 / steps) - 1
+            words += f" ({growth:+.2%} a step)"
+            left = math.log(OVERFLOW / top) / math.log1p(growth) if growth > 0 else 0
             if old >= LARGE and 0 < left < SOON:  # the first steps grow faster than the later ones
                 words += f"; at this rate float16 overflows in {left:.0f} steps"
         if "logit_bound" not in names and "query_norm_max" in names:
@@ -231,28 +220,23 @@ def borrow(model: nn.Module, example: Any = None) -> Callable[[], None]:
     return give_back
 
 
-_Seen: TypeAlias = dict[tuple[str, str], Tensor]  # (name, "max", "sum" or "count") -> a value a head
+_Seen: TypeAlias = dict[str, Tensor]  # name -> maxima [heads], or the sums and numbers of means [2, heads]
 Form: TypeAlias = Callable[[slice, slice], Tensor]  # samples b, queries n -> logits [b, H, n, M], float32 or wider
 
 
 def _add(seen: _Seen, more: _Seen) -> None:
     """Put together what two calls, or two ranks, have seen of one layer."""
-    for (name, kind), value in more.items():
-        combine = torch.maximum if kind == "max" else torch.add
-        old = seen.get((name, kind))
-        seen[name, kind] = value if old is None else combine(old, value)
+    for name, value in more.items():
+        combine = torch.maximum if value.dim() == 1 else torch.add
+        seen[name] = combine(seen[name], value) if name in seen else value
 
 
 def _values(seen: _Seen) -> dict[str, list[float]]:
     """Return maxima and means by name, NaN for heads without a visible pair."""
-    out = {}
-    for name, kind in sorted(seen):
-        if kind == "max":
-            top = seen[name, kind]
-            out[name] = top.masked_fill(top == -math.inf, math.nan).tolist()
-        elif kind == "sum":
-            out[name] = (seen[name, kind] / seen[name, "count"]).tolist()
-    return out
+    return {
+        name: (x.masked_fill(x == -math.inf, math.nan) if x.dim() == 1 else x[0] / x[1]).tolist()
+        for name, x in sorted(seen.items())
+    }
 
 
 class Call(NamedTuple):
@@ -290,9 +274,10 @@ class Layer:
     whole: ClassVar[bool] = False
     """Whether it must see the samples of a batch in one call and in their order, so that a host may not pack them."""
 
-    def __init__(self, mechanism: Mechanism, every: int, logits: bool) -> None:
-        self.every, self.logits, self.calls, self.in_evaluation = every, logits, 0, True
+    def __init__(self, mechanism: Mechanism, every: int = 1, logits: bool = True, in_evaluation: bool = True) -> None:
+        self.every, self.logits, self.calls, self.in_evaluation = every, logits, 0, in_evaluation
         self.mechanism = mechanism
+        mechanism.monitor = (*(mechanism.monitor or ()), self)
         self.seen: _Seen = {}
         self.unseen: str | None = None  # why a call could not be observed
         self._lock = threading.Lock()  # threads may share a mechanism
@@ -321,11 +306,12 @@ class Layer:
         with self._lock:
             seen, self.seen = self.seen, {}
         taken = {}
-        for (name, kind), own in seen.items():
+        for name, own in seen.items():
             share, shares = self.mechanism.head_share
-            full = torch.full((shares, len(own)), -math.inf if kind == "max" else 0, dtype=torch.float64)
-            full[share] = own
-            taken[name, kind] = full.flatten()
+            nothing = -math.inf if own.dim() == 1 else 0
+            full = torch.full((*own.shape[:-1], shares, own.shape[-1]), nothing, dtype=torch.float64)
+            full[..., share, :] = own
+            taken[name] = full.flatten(-2)
         return taken
 
     def saw_logits(self, q: Tensor, k: Tensor, logits: Tensor, seen: Tensor | None) -> None:
@@ -459,31 +445,32 @@ class Layer:
         mask = call.mask
         if (real := PIECE.get()[1]) is not None:
             mask = merge_masks(mask, real[:, None, :, None])
-        mask = mask if mask is None or mask.dim() == 4 else mask[None, None]
         with torch.autocast(call.q.device.type, enabled=False):
-            self._see(call._replace(mask=mask))
+            self._see(call._replace(mask=mask if mask is None or mask.dim() == 4 else mask[None, None]))
 
     def _see(self, call: Call) -> None:
         """Sum up a call, whose mask has four axes."""
-        q, k, mask, is_causal, shape, form, bounded, known, _ = call  # weights count divided by their sum
-        queries, keys = _visible(mask, is_causal, q.shape[2], shape[3], q.device)
+        q, k, mask = call.q, call.k, call.mask
+        queries, keys = _visible(mask, call.is_causal, q.shape[2], call.shape[3], q.device)
         self._add_norms("query_norm", q, queries)
         self._add_norms("key_norm", k, keys[..., -k.shape[2] :])
-        if bounded is not None and self.mechanism.unit_keys:
-            norm = torch.linalg.vector_norm(bounded[0], dim=-1, dtype=wider(q.dtype))
-            bound = torch.where(queries, norm, -math.inf).amax((0, 2)) * abs(bounded[1])  # [H]
+        if call.bounded is not None and self.mechanism.unit_keys:
+            norm = torch.linalg.vector_norm(call.bounded[0], dim=-1, dtype=wider(q.dtype))
+            bound = torch.where(queries, norm, -math.inf).amax((0, 2)) * abs(call.bounded[1])  # [H]
             if mask is not None and mask.dtype != torch.bool:
                 bound = bound + mask.amax()
             self._add_max("logit_bound", bound)
-        if not self.logits or form is None:
+        if not self.logits or call.form is None:
             return
-        columns = q.new_zeros(*shape[:2], shape[3], dtype=torch.float32)  # [B, H, M]: weights of all queries
-        for some, _, z, given in blocks(self.mechanism, form, shape, mask, is_causal):
+        batch, heads, _, m = call.shape
+        columns = q.new_zeros(batch, heads, m, dtype=torch.float32)  # weights of all queries
+        for some, _, z, given in blocks(self.mechanism, call):
             self._add_max("max_logit", z.amax((0, 2, 3)))
+            # Weights count divided by their sum.
             weights, entropy, counted = _weights(z if given is None else given.abs().log().to(z.dtype))
             self._add_mean("entropy", entropy, counted)
             columns[some] += weights.sum(2)
-        if known:
+        if call.known:
             total = columns.sum(-1)  # [B, H]
             share = torch.where(total > 0, columns.amax(-1) / total, 0)
             self._add_mean("top_key_share", share[..., None], (total > 0)[..., None])
@@ -496,13 +483,13 @@ class Layer:
 
     def _add_max(self, name: str, value: Tensor) -> None:  # [heads]
         with self._lock:
-            _add(self.seen, {(name, "max"): value})
+            _add(self.seen, {name: value})
 
     def _add_mean(self, name: str, values: Tensor, counted: Tensor) -> None:
         """Add `values` [B, heads, tokens], which are 0 where not `counted`, to a mean."""
-        sums = {(name, "sum"): values.sum((0, 2), dtype=torch.float64)}
+        both = (values, counted.expand(values.shape))
         with self._lock:
-            _add(self.seen, sums | {(name, "count"): counted.expand(values.shape).sum((0, 2))})
+            _add(self.seen, {name: torch.stack([x.sum((0, 2), dtype=torch.float64) for x in both])})
 
 
 def _visible(mask: Tensor | None, is_causal: bool, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -520,20 +507,15 @@ def _visible(mask: Tensor | None, is_causal: bool, n: int, m: int, device: torch
 
 
 def blocks(
-    mechanism: Mechanism,
-    form: Form,
-    shape: tuple[int, ...],
-    mask: Tensor | None,
-    is_causal: bool,
-    queries: Any = None,
-    weigh: Callable[[Tensor], Tensor] | None = None,
+    mechanism: Mechanism, call: Call, queries: Sequence[int] | None = None
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
     """Yield blocks of samples b and queries n: their logits, and their weights unless those are softmax(logits).
 
-    Both are [b, H, n, M], logits −inf for hidden pairs; `shape` is that of all logits, [B, H, N, M]. Weights may be
-    negative (differential attention). Blocks with none of the `queries`, a list, are left out.
+    Both are [b, H, n, M], logits −inf for hidden pairs; the mask of the call has four axes. Weights may be negative
+    (differential attention). Blocks with none of the `queries` are left out.
     """
-    batch, heads, n, m = shape
+    assert call.form is not None  # a family has no logits
+    (batch, heads, n, m), mask = call.shape, call.mask
     samples = max(1, BLOCK // (heads * n * m))
     rows = max(1, BLOCK // (samples * heads * m))
     if not mechanism.fused and "queries" in mechanism.reads:
@@ -545,17 +527,17 @@ def blocks(
             chosen = slice(start, start + rows)
             if queries is not None and not any(start <= query < start + rows for query in queries):
                 continue
-            z = form(some, chosen)
+            z = call.form(some, chosen)
             if mask_some is not None:
                 part = mask_some if mask_some.shape[2] == 1 else mask_some[:, :, chosen]
                 z = z.masked_fill_(~part, -math.inf) if part.dtype == torch.bool else z + part
-            if is_causal:
+            if call.is_causal:
                 later = torch.ones(z.shape[-2:], dtype=torch.bool, device=z.device).triu(start + m - n + 1)
                 z.masked_fill_(later, -math.inf)
             # Weights in float64, where those of logits down to −700 are not 0 yet.
             weights = None
-            if weigh is not None:
-                weights = weigh(z.double())
+            if call.weigh is not None:
+                weights = call.weigh(z.double())
             elif not mechanism.fused:
                 weights = mechanism.normalizer.weights(z.double(), z > -math.inf)
             yield some, chosen, z, weights
@@ -585,7 +567,5 @@ def _weights(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class TrainingMonitor(Monitor):
     """A Monitor that leaves validation between two steps out."""
 
-    def layer(self, mechanism: Mechanism, every: int, logits: bool) -> Layer:
-        layer = super().layer(mechanism, every, logits)
-        layer.in_evaluation = False
-        return layer
+    def _watch(self, mechanism: Mechanism) -> Layer:
+        return Layer(mechanism, self.every, self.logits, in_evaluation=False)
