@@ -100,9 +100,7 @@ class _Map(Layer):
             raise InputError(f"queries holds {outside[0]}, and an attention '{self.mechanism.config}' has {n} queries")
         wanted = [query % n for query in given]
         kept = call.q.new_zeros(batch, heads, len(wanted), m)
-        for some, rows, z, formed in blocks(self.mechanism, call, wanted):
-            here = [(i, query - rows.start) for i, query in enumerate(wanted) if rows.start <= query < rows.stop]
-            to, of = map(list, zip(*here, strict=True))
-            weights = z[:, :, of].softmax(-1).nan_to_num(0) if formed is None else formed[:, :, of]
-            kept[some, :, to] = weights.to(kept.dtype)
+        for some, place, z, formed in blocks(self.mechanism, call, None if self._queries is None else wanted):
+            weights = z.softmax(-1).nan_to_num(0) if formed is None else formed
+            kept[some, :, place] = weights.to(kept.dtype)
         self.maps.append(kept)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -221,7 +222,8 @@ def borrow(model: nn.Module, example: Any = None) -> Callable[[], None]:
 
 
 _Seen: TypeAlias = dict[str, Tensor]  # name -> maxima [heads], or the sums and numbers of means [2, heads]
-Form: TypeAlias = Callable[[slice, slice], Tensor]  # samples b, queries n -> logits [b, H, n, M], float32 or wider
+Rows: TypeAlias = slice | list[int]
+Form: TypeAlias = Callable[[slice, Rows], Tensor]  # samples b, queries n -> logits [b, H, n, M], float32 or wider
 
 
 def _add(seen: _Seen, more: _Seen) -> None:
@@ -324,7 +326,7 @@ class Layer:
                 of the logits is of, which then are [1, 1, rows, columns].
         """
 
-        def form(samples: slice, rows: slice) -> Tensor:
+        def form(samples: slice, rows: Rows) -> Tensor:
             return logits[samples, :, rows].to(wider(logits.dtype), copy=True)
 
         self._count(Call(q, k, seen, False, logits.shape, form, known=seen is not None))
@@ -337,7 +339,7 @@ class Layer:
         places = [torch.arange(x, device=q.device) for x in (q.shape[0], q.shape[1], q.shape[2], k.shape[2])]
         plain = self._logit_form(q, k, scale)
 
-        def form(samples: slice, rows: slice) -> Tensor:
+        def form(samples: slice, rows: Rows) -> Tensor:
             at = (places[0][samples], places[1], places[2][rows], places[3])
             return _of_pairs(score_mod)(plain(samples, rows), *at)
 
@@ -507,40 +509,43 @@ def _visible(mask: Tensor | None, is_causal: bool, n: int, m: int, device: torch
 
 
 def blocks(
-    mechanism: Mechanism, call: Call, queries: Sequence[int] | None = None
+    mechanism: Mechanism, call: Call, queries: list[int] | None = None
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
     """Yield blocks of samples b and queries n: their logits, and their weights unless those are softmax(logits).
 
     Both are [b, H, n, M], logits −inf for hidden pairs; the mask of the call has four axes. Weights may be negative
-    (differential attention). Blocks with none of the `queries` are left out.
+    (differential attention). The second slice is one of `queries`, or of all.
     """
     assert call.form is not None  # a family has no logits
-    (batch, heads, n, m), mask = call.shape, call.mask
+    batch, heads, n, m = call.shape
+    positions = torch.arange(n, device=call.q.device)
+    whole = not mechanism.fused and "queries" in mechanism.reads  # weights of a query need all queries
+    count = n if queries is None else len(queries)
     samples = max(1, BLOCK // (heads * n * m))
-    rows = max(1, BLOCK // (samples * heads * m))
-    if not mechanism.fused and "queries" in mechanism.reads:
-        rows = n
-    for first in range(0, batch, samples):
-        some = slice(first, first + samples)
-        mask_some = mask if mask is None or mask.shape[0] == 1 else mask[some]
-        for start in range(0, n, rows):
-            chosen = slice(start, start + rows)
-            if queries is not None and not any(start <= query < start + rows for query in queries):
-                continue
-            z = call.form(some, chosen)
-            if mask_some is not None:
-                part = mask_some if mask_some.shape[2] == 1 else mask_some[:, :, chosen]
-                z = z.masked_fill_(~part, -math.inf) if part.dtype == torch.bool else z + part
-            if call.is_causal:
-                later = torch.ones(z.shape[-2:], dtype=torch.bool, device=z.device).triu(start + m - n + 1)
-                z.masked_fill_(later, -math.inf)
-            # Weights in float64, where those of logits down to −700 are not 0 yet.
-            weights = None
-            if call.weigh is not None:
-                weights = call.weigh(z.double())
-            elif not mechanism.fused:
-                weights = mechanism.normalizer.weights(z.double(), z > -math.inf)
-            yield some, chosen, z, weights
+    rows = max(1, count) if whole else max(1, BLOCK // (samples * heads * m))
+    for some, place in itertools.product(_slices(batch, samples), _slices(count, rows)):
+        chosen = slice(n) if whole else place if queries is None else queries[place]
+        z = call.form(some, chosen)
+        if call.mask is not None:
+            part = call.mask.expand(batch, -1, n, -1)[some][:, :, chosen]
+            z = z.masked_fill_(~part, -math.inf) if part.dtype == torch.bool else z + part
+        if call.is_causal:
+            last = positions[chosen] + (m - n)
+            z.masked_fill_(torch.arange(m, device=z.device) > last[:, None], -math.inf)
+        # Weights in float64, where those of logits down to −700 are not 0 yet.
+        weights = None
+        if call.weigh is not None:
+            weights = call.weigh(z.double())
+        elif not mechanism.fused:
+            weights = mechanism.normalizer.weights(z.double(), z > -math.inf)
+        if whole and queries is not None:
+            assert weights is not None
+            z, weights = z[:, :, queries], weights[:, :, queries]
+        yield some, place, z, weights
+
+
+def _slices(count: int, step: int) -> list[slice]:
+    return [slice(start, start + step) for start in range(0, count, step)]
 
 
 def _of_pairs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
