@@ -97,7 +97,7 @@ def add_parsers(commands: Any) -> None:
         )
         for option, how in OPTIONS[name].items():
             parser.add_argument(option, **how)
-        # From the first word that is no option of ours, all belong to the command.
+        # All words from the first that is not ours belong to the command.
         parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
         parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 

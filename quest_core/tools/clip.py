@@ -9,7 +9,7 @@ from ..errors import ConfigError, UnsupportedError
 from ..hosts.inject import REPORT
 from ..mechanism import Mechanism
 from .calibration import leaves, refuse_shared, scale_queries
-from .monitor import TrainingMonitor, borrow
+from .monitor import Monitor, borrow
 
 
 class QKClip:
@@ -48,7 +48,7 @@ class QKClip:
             for path, mechanism in found.items():
                 self._refuse(path, mechanism)
             refuse_shared(model, list(found))
-            self._monitor = TrainingMonitor(model)
+            self._monitor = Monitor(model, in_evaluation=False)
         except Exception:
             self._give_back()
             raise

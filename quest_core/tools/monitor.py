@@ -71,13 +71,14 @@ class Monitor:
         model: a model with quest_core attention in it.
         every: observe the first of every so many calls of each attention.
         logits: whether to report max_logit and entropy, which need the logits.
+        in_evaluation: whether the calls of modules in evaluation count.
 
     Raises:
         InjectionError: the model has no quest_core attention.
         ConfigError: `every` is not a positive whole number.
     """
 
-    def __init__(self, model: nn.Module, *, every: int = 1, logits: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, every: int = 1, logits: bool = True, in_evaluation: bool = True) -> None:
         check_sizes(every=every)
         # Users know the attention that holds the mechanism.
         found = {
@@ -90,12 +91,12 @@ class Monitor:
                 f"{type(model).__name__} has no attention of quest_core to observe; inject one first: "
                 "model, report = quest_core.inject(model, 'standard') computes what the model computed before"
             )
-        self.every, self.logits = every, logits
+        self.options = (every, logits, in_evaluation)
         self.layers: dict[str, Any] = {path: self._watch(module) for path, module in found.items()}
 
     def _watch(self, mechanism: Mechanism) -> Layer:
         """Let a layer of its own see the calls of a mechanism."""
-        return Layer(mechanism, self.every, self.logits)
+        return Layer(mechanism, *self.options)
 
     def collect(self, *, flat: bool = False) -> dict[str, Any]:
         """Return what was observed since the last call: maxima of all calls, and means over all their tokens.
@@ -567,10 +568,3 @@ def _weights(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     weights = torch.where(counted, weights / total, 0)
     entropy = total[..., 0].log() - (weights * z).sum(-1)
     return weights, torch.where(counted[..., 0], entropy, 0), counted[..., 0]
-
-
-class TrainingMonitor(Monitor):
-    """A Monitor that leaves validation between two steps out."""
-
-    def _watch(self, mechanism: Mechanism) -> Layer:
-        return Layer(mechanism, self.every, self.logits, in_evaluation=False)

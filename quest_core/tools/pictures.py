@@ -98,7 +98,7 @@ def _mosaic(layers: dict[str, Tensor], image: Tensor | None = None) -> Any:
     heads, step = max(map(len, layers.values())), SIDE + 2  # with a border
     shown = torch.full((len(layers) * step, heads * step), torch.nan)
     for i, x in enumerate(layers.values()):
-        small = adaptive_avg_pool2d(x, [min(size, SIDE) for size in x.shape[1:]])
+        small = adaptive_avg_pool2d(x, (min(x.shape[1], SIDE), min(x.shape[2], SIDE)))
         tiles = interpolate((small / small.amax((1, 2), keepdim=True).clamp(min=1e-30))[None], (SIDE, SIDE))[0]
         tiles = pad(tiles, (0, 2, 0, 2), value=torch.nan)  # [H, step, step]
         shown[i * step : (i + 1) * step, : len(x) * step] = tiles.transpose(0, 1).flatten(1)

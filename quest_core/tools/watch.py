@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import check_sizes
 from ..notices import say
 from .clip import QKClip
-from .monitor import Monitor, TrainingMonitor, borrow, not_measured, remarks
+from .monitor import Monitor, borrow, not_measured, remarks
 
 TOTALS: dict[str, Callable[[list[float]], float]] = {"max_logit": max, "entropy": statistics.fmean}
 
@@ -61,7 +61,7 @@ class Watch:
         except Exception:
             self._give_back()
             raise
-        self._monitor: Monitor | None = TrainingMonitor(model)
+        self._monitor: Monitor | None = Monitor(model, in_evaluation=False)
 
     def step(self) -> dict[str, float]:
         """Say that a step has ended; return what was measured in it, or {}.
@@ -84,7 +84,7 @@ class Watch:
         if self._clip is not None:
             self._clip.step()
         if (self.steps + 1) % self.every == 0:
-            self._monitor = TrainingMonitor(self.model)
+            self._monitor = Monitor(self.model, in_evaluation=False)
         return values
 
     def names(self) -> list[str]:
