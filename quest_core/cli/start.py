@@ -115,7 +115,8 @@ def command_of(given: argparse.Namespace) -> list[str]:
 
 def run(given: argparse.Namespace) -> NoReturn:
     """Run the `quest run` command."""
-    launch.run(command_of(given), given.host)
+    words = command_of(given)
+    launch.start(words, launch.choose_plugins(given.host), required=given.host is not None)
 
 
 def look(given: argparse.Namespace) -> int:

@@ -26,24 +26,19 @@ PAIRS = "QUEST_RUN"
 ends if a plugin with ! cannot be installed."""
 
 
-def run(command: Sequence[str], hosts: Sequence[str] | None = None) -> NoReturn:
-    """Replace this process by a command in whose Python processes the plugins are installed.
-
-    Args:
-        command: a program and its arguments; a first word that ends in .py, or is -m, runs with this Python.
-        hosts: the plugins to install, which must all work; None installs all whose host can be used.
-
-    Raises:
-        PluginError: a named plugin is missing or its host cannot be used, or no plugin can be used.
-        QuestError: the program does not exist.
-    """
-    start(command, choose_plugins(hosts), required=hosts is not None)
-
-
 def start(
     command: Sequence[str], chosen: Sequence[Plugin], *, required: bool = False, variables: Mapping[str, str] = {}
 ) -> NoReturn:
-    """Replace this process by a command, with `variables` in its environment; else as in `environment` and `run`."""
+    """Replace this process by a command in whose Python processes plugins are installed.
+
+    Args:
+        command: a program and its arguments; a first word that ends in .py, or is -m, runs with this Python.
+        chosen, required: as in `environment`.
+        variables: what its environment has besides.
+
+    Raises:
+        QuestError: the program does not exist.
+    """
     words = complete(command)
     sys.stdout.flush()
     sys.stderr.flush()

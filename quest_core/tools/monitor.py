@@ -91,12 +91,12 @@ class Monitor:
                 f"{type(model).__name__} has no attention of quest_core to observe; inject one first: "
                 "model, report = quest_core.inject(model, 'standard') computes what the model computed before"
             )
-        self.options = (every, logits, in_evaluation)
+        self._options = (every, logits, in_evaluation)
         self.layers: dict[str, Any] = {path: self._watch(module) for path, module in found.items()}
 
     def _watch(self, mechanism: Mechanism) -> Layer:
         """Let a layer of its own see the calls of a mechanism."""
-        return Layer(mechanism, *self.options)
+        return Layer(mechanism, *self._options)
 
     def collect(self, *, flat: bool = False) -> dict[str, Any]:
         """Return what was observed since the last call: maxima of all calls, and means over all their tokens.

@@ -110,6 +110,7 @@ def _group(lengths: list[int], waste: float) -> list[list[int]]:
 
 
 def _lay_out(lengths: list[int], waste: float, device: torch.device) -> _Layout:
+    """Return the layout on `device` of sequences of these lengths."""
     length = torch.tensor(lengths, dtype=torch.long)
     start, places, laid = length.cumsum(0) - length, torch.zeros(sum(lengths), dtype=torch.long), 0
     tokens, reals = [], []

@@ -40,7 +40,7 @@ def test_quest_run_imports_the_plugin(tmp_path):
         LOAD.format(cases=[(".", {"attn_implementation": "quest", "attention_from": "standard"})])
         + "print('quest_core' in sys.modules)"
     )
-    code = "from quest_core.hosts.launch import run\nrun(['train.py'], ['transformers'])"
+    code = "from quest_core.cli import main; main(['run', '--host', 'transformers', 'train.py'])"
     printed = "".join(python("-c", code, cwd=tmp_path))
     assert "loaded" in printed
     assert "attention=quest in 2 modules" in printed
