@@ -107,7 +107,8 @@ def _mosaic(layers: dict[str, Tensor], image: Tensor | None = None) -> Any:
     if image is not None:
         gray = interpolate(image.mean(0)[None, None], (SIDE, SIDE), mode="bilinear", antialias=True)[0, 0]
         axes.imshow(pad(gray, (0, 2, 0, 2), value=torch.nan).tile(len(layers), heads).numpy(), cmap="gray")
-    axes.imshow(shown.numpy(), cmap="viridis" if image is None else "inferno", alpha=1 if image is None else 0.6)
+    cmap, alpha = ("viridis", 1.0) if image is None else ("inferno", 0.6)
+    axes.imshow(shown.numpy(), cmap=cmap, alpha=alpha, vmin=0, vmax=1)
     _label(axes, [step * h + SIDE / 2 for h in range(heads)], [f"head {h}" for h in range(heads)])
     axes.set_yticks([step * i + SIDE / 2 for i in range(len(layers))], list(layers), fontsize=7)
     return figure
