@@ -17,7 +17,7 @@ from ..config import STANDARD, AttentionConfig, AttentionSpec
 from ..errors import ConfigError, InputError, UnsupportedError
 from ..hosts.adapter import Adapter
 from ..hosts.finding import UNIVERSAL, WRITTEN_OUT
-from ..hosts.following import tensors
+from ..hosts.functions import tensors
 from ..hosts.inject import inject
 from ..hosts.plugins import adapter as find_adapter
 from ..hosts.sites import run_example
