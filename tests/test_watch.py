@@ -120,6 +120,8 @@ def test_a_model_that_cannot_be_measured_stays_as_it_was():
         quest_core.Watch(model)
     with pytest.raises(quest_core.ConfigError, match="every is 0"):
         quest_core.Watch(encoder(), every=0)
+    with pytest.raises(quest_core.ConfigError, match="steps is -5"):
+        quest_core.Watch(encoder(), steps=-5)
 
 
 def test_summary_leaves_out_heads_that_saw_nothing():
@@ -139,6 +141,7 @@ def test_remarks_say_what_grows_and_what_unit_keys_bound():
     assert remarks(now, before, 2)[:-1] == [words]
     assert remarks(now, before, 2)[-1].startswith("what people do about it: https://")
     # Without alarm, only the layer with the largest logit; 100 is the limit itself.
+    assert "a step" not in " ".join(remarks(now, before, 0))  # of another training with the same folder
     assert remarks(before, {}, 1) == [
         "a, head 0: the largest logit is 100; with unit keys (quest) it would be at most 2"
     ]

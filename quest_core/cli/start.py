@@ -108,8 +108,7 @@ def command_of(given: argparse.Namespace) -> list[str]:
     if given.module is not None:
         words = ["-m", *given.module, *given.words]
     if not words:
-        name = given.command
-        raise QuestError(f"quest {name}: nothing to run; write for example: quest {name} -- python train.py")
+        raise QuestError(f"nothing to run; write for example: quest {given.command} -- python train.py")
     return words
 
 

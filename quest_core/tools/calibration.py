@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..compat import same_random_state
 from ..config import STANDARD, AttentionConfig, AttentionSpec
-from ..errors import ConfigError, InputError, UnsupportedError
+from ..errors import ConfigError, InjectionError, InputError, UnsupportedError
 from ..hosts.adapter import Adapter
 from ..hosts.finding import UNIVERSAL, WRITTEN_OUT
 from ..hosts.functions import tensors
@@ -80,7 +80,7 @@ def calibrate(
         attention: quest, with any normalizer, and a grouping only if it leaves every query head its own key head.
         adapter: as in :func:`quest_core.inject`.
         forward: ``forward(model, batch)`` returns the output to compare, a tensor or a nest of tuples, lists and
-            mappings of tensors; by default the model is called with a batch as with the `example` of `inject`.
+            dicts of tensors; by default the model is called with a batch as with the `example` of `inject`.
 
     Returns:
         The model, as inject returns it, and the report.
@@ -102,8 +102,16 @@ def calibrate(
 
     with same_random_state(model), torch.no_grad():
         twin = copy.deepcopy(model).eval()
-        twin, replaced = inject(twin, _source(twin), adapter=adapter)
+        try:
+            twin, replaced = inject(twin, _source(twin), adapter=adapter)
+        except InjectionError as error:
+            raise InjectionError(
+                f"calibrate scales the projection of queries, and needs an adapter that knows it: {error}. Attention "
+                "that an example finds is fine-tuned without calibration"
+            ) from error
         owners = {row.path: row.adapter for row in replaced.replacements}
+        if found := [path for path, owner in owners.items() if owner in (UNIVERSAL, WRITTEN_OUT)]:
+            raise _unknown_projection(found[0])
         refuse_shared(twin, list(owners))
         before = [_mechanism(twin, path) for path in owners]
         with Monitor(nn.ModuleList(before), logits=False) as monitor:
@@ -178,16 +186,20 @@ def scale_queries(
     """
     module = model.get_submodule(path)
     if owner in (UNIVERSAL, WRITTEN_OUT):
-        raise UnsupportedError(
-            f"'{path}' was found by an example, which does not show which projection makes its queries; fine-tune "
-            "without scaling them"
-        )
+        raise _unknown_projection(path)
     if owner is not None:
         (given if isinstance(given, Adapter) else find_adapter(owner)).scale_queries(module, factor)
     elif isinstance(module, Projected):
         module.projections.scale(module, module.head_sizes, "q", factor)
     else:
         raise UnsupportedError(f"it is not known which projection makes the queries of '{path}'")
+
+
+def _unknown_projection(path: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"'{path}' was found by an example, which does not show which projection makes its queries; use inject, and "
+        "fine-tune without scaling them"
+    )
 
 
 def _mechanism(model: nn.Module, path: str) -> Mechanism:
@@ -201,7 +213,7 @@ def _factors(path: str, old: Mechanism, new: Mechanism, seen: dict[str, list[flo
     """Return the factors of an attention module, from its mechanisms before and after and what a Monitor has seen."""
     assert old.dims is not None  # a model is injected with its sizes
     assert new.dims is not None
-    if new.dims.kv_heads != old.dims.kv_heads:
+    if new.dims.kv_heads != old.dims.kv_heads or len(seen.get("key_norm_mean", ())) not in (0, new.dims.num_heads):
         why = f"'{path}' has {old.dims.num_heads} query heads, which were trained with a key head each"
         raise _uncalibratable(new.config, why)
     norms = seen.get("key_norm_mean", [math.nan])

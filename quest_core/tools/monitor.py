@@ -154,7 +154,7 @@ def not_measured(unseen: dict[str, str]) -> list[str]:
 
 
 def remarks(now: dict[str, Any], before: dict[str, Any], steps: int) -> list[str]:
-    """Return in words what `collect` returned `now` and `steps` of a training `before`.
+    """Return in words what `collect` returned `now` and `steps` of a training `before`; 0 for another training.
 
     A line for the layer with the largest logit, and for each other layer whose logits are above 100 or NaN, or
     whose softmax is saturated; then a link to what people do about it.
@@ -173,7 +173,12 @@ def remarks(now: dict[str, Any], before: dict[str, Any], steps: int) -> list[str
             continue
         saturated = [entropy for entropy in names.get("entropy", ()) if entropy < SATURATED]
         words = f"{path}, head {head}: the largest logit is {top:.4g}"
-        if path in before and 0 < (old := before[path]["max_logit"][head]) < math.inf and 0 < top < math.inf:
+        if (
+            steps > 0
+            and path in before
+            and 0 < (old := before[path]["max_logit"][head]) < math.inf
+            and 0 < top < math.inf
+        ):
             growth = (top / old) ** (1 / steps) - 1
             words += f" ({growth:+.2%} a step)"
             left = math.log(OVERFLOW / top) / math.log1p(growth) if growth > 0 else 0

@@ -38,7 +38,7 @@ class _Layout(NamedTuple):
 
     tokens: list[Tensor]  # for each bucket, the token at each place of its batch [size, N]
     real: list[Tensor | None]  # for each bucket, False at padding [size, N]; None without padding
-    places: Tensor  # the place of each token among those of all buckets [T]
+    places: Tensor | None  # the place of each token among those of all buckets [T]; None if all are in order
 
 
 class PackingPlan:
@@ -122,7 +122,8 @@ def _lay_out(lengths: list[int], waste: float, device: torch.device) -> _Layout:
         laid += token.numel()
         tokens.append(token.to(device))
         reals.append(None if real.all() else real.to(device))
-    return _Layout(tokens, reals, places.to(device))
+    in_order = laid == len(places) and bool((places == torch.arange(laid)).all())
+    return _Layout(tokens, reals, None if in_order else places.to(device))
 
 
 def _waste(mechanism: Mechanism) -> float:
@@ -199,8 +200,10 @@ def _in_buckets(
     if not len(q):
         return q.new_zeros(*q.shape[:2], v.shape[2]) + (q.sum() + k.sum() + v.sum())  # part of the graph
     layout, outs = plan.layout(_waste(mechanism), q.device), []
+    moves = layout.places is not None or len(layout.tokens) > 1
     for number, (tokens, real) in enumerate(zip(layout.tokens, layout.real, strict=True)):
-        batch = [x.index_select(0, tokens.flatten()).unflatten(0, tokens.shape).transpose(1, 2) for x in (q, k, v)]
+        taken = [x.index_select(0, tokens.flatten()) if moves else x for x in (q, k, v)]
+        batch = [x.unflatten(0, tokens.shape).transpose(1, 2) for x in taken]  # [size, H or G, N, D]
         mask = None if real is None else mechanism.padding_mask(real, same_tokens=True)
         piece = PIECE.set((number, real))
         try:
@@ -208,7 +211,8 @@ def _in_buckets(
         finally:
             PIECE.reset(piece)
         outs.append(out.transpose(1, 2).flatten(0, 1))  # [size·N, H, Dv]
-    return torch.cat(outs).index_select(0, layout.places)
+    out = torch.cat(outs) if len(outs) > 1 else outs[0]
+    return out if layout.places is None else out.index_select(0, layout.places)
 
 
 @functools.cache

@@ -106,7 +106,8 @@ def _mosaic(layers: dict[str, Tensor], image: Tensor | None = None) -> Any:
     axes = figure.subplots()
     if image is not None:
         gray = interpolate(image.mean(0)[None, None], (SIDE, SIDE), mode="bilinear", antialias=True)[0, 0]
-        axes.imshow(pad(gray, (0, 2, 0, 2), value=torch.nan).tile(len(layers), heads).numpy(), cmap="gray")
+        photos = pad(gray, (0, 2, 0, 2), value=torch.nan).tile(len(layers), heads)
+        axes.imshow(photos.masked_fill(shown.isnan(), torch.nan).numpy(), cmap="gray")
     cmap, alpha = ("viridis", 1.0) if image is None else ("inferno", 0.6)
     axes.imshow(shown.numpy(), cmap=cmap, alpha=alpha, vmin=0, vmax=1)
     _label(axes, [step * h + SIDE / 2 for h in range(heads)], [f"head {h}" for h in range(heads)])

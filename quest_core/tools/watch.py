@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import check_sizes
+from ..errors import ConfigError, check_sizes
 from ..notices import say
 from .clip import QKClip
 from .monitor import Monitor, borrow, not_measured, remarks
@@ -37,7 +37,7 @@ class Watch:
         steps: how many were taken before, in a run that goes on.
 
     Raises:
-        ConfigError: `every` is not a positive whole number, or as QKClip.
+        ConfigError: `every` is not a positive whole number, `steps` is not a whole number, or as QKClip.
         InjectionError: the model has no attention that can be measured.
         UnsupportedError: as QKClip.
 
@@ -51,6 +51,8 @@ class Watch:
         self, model: nn.Module, *, every: int = 100, example: Any = None, clip: float | None = None, steps: int = 0
     ) -> None:
         check_sizes(every=every)
+        if not isinstance(steps, int) or steps < 0:
+            raise ConfigError(f"steps is {steps!r}; give the steps taken before as a whole number of at least 0")
         self.model, self.every, self.steps = model, every, steps
         self.history: list[tuple[int, dict[str, Any]]] = []
         self.latest: dict[str, float] = {}
