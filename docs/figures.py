@@ -48,11 +48,11 @@ def weight_of_a_growing_key(name: str, norms: Tensor) -> list[float]:
 def draw_growing_key() -> None:
     """docs/figures/growing-key.png, and growing-key-dark.png for pages with a dark background."""
     norms = torch.linspace(0.25, 8, 100)
-    for suffix, style, colours in THEMES:
+    for suffix, style, colors in THEMES:
         with plt.style.context(style):
             figure, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
-            for name, colour in zip(("standard", "quest"), colours, strict=False):
-                axes.plot(norms, weight_of_a_growing_key(name, norms), label=name, color=colour, linewidth=2)
+            for name, color in zip(("standard", "quest"), colors, strict=False):
+                axes.plot(norms, weight_of_a_growing_key(name, norms), label=name, color=color, linewidth=2)
             axes.set(xlabel="norm of one key, times that of the others", ylabel="attention it gets", ylim=(0, 1))
             axes.legend(frameon=False)
             save(figure, f"growing-key{suffix}.png")
@@ -69,15 +69,15 @@ def draw_logits_in_training(results: Path = LOGITS) -> None:
             metric, _, rate = key.partition("/")
             if metric == "training_logit":
                 series.setdefault(rate, {}).setdefault(cell.cell["attention"], []).append(values)
-    for suffix, style, colours in THEMES:
+    for suffix, style, colors in THEMES:
         with plt.style.context(style):
             figure, panels = plt.subplots(1, len(series), sharey=True, figsize=(6.4, 3.2), layout="constrained")
             for axes, (rate, attentions) in zip(panels, series.items(), strict=True):
-                for name, colour in zip(("standard", "quest", "qknorm-hs"), colours, strict=True):
+                for name, color in zip(("standard", "quest", "qknorm-hs"), colors, strict=True):
                     logits = torch.tensor([seed[: min(map(len, attentions[name]))] for seed in attentions[name]])
                     steps = [1, *range(EVERY, EVERY * logits.shape[1], EVERY)]
-                    axes.plot(steps, logits.mean(0), color=colour, label=name, linewidth=2)
-                    axes.fill_between(steps, logits.amin(0), logits.amax(0), color=colour, alpha=0.2, linewidth=0)
+                    axes.plot(steps, logits.mean(0), color=color, label=name, linewidth=2)
+                    axes.fill_between(steps, logits.amin(0), logits.amax(0), color=color, alpha=0.2, linewidth=0)
                 axes.set(yscale="log", xlabel="step", title=f"learning rate {rate.removeprefix('lr=')}")
             panels[0].set_ylabel("largest logit")
             figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False)

@@ -20,7 +20,7 @@ class InputError(QuestError, ValueError):
 
 
 class UnsupportedError(QuestError):
-    """A mechanism exists but cannot be honoured here; the message names the ones that can."""
+    """A mechanism exists but cannot be honored here; the message names the ones that can."""
 
 
 class InjectionError(QuestError):

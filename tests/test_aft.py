@@ -355,7 +355,7 @@ def test_wrong_lengths_are_refused(spec, n, m, message):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("aft-conv(window=4)", "window is 4; it needs a centre.* 3 or 5"),
+        ("aft-conv(window=4)", "window is 4; it needs a center.* 3 or 5"),
         ("aft-conv(dims=4)", "dims is 4; a grid has 1, 2 or 3 axes"),
         ("aft-conv(grid=axb)", r"grid is 'axb'; with dims=2 write '14x14'"),
         ("aft-conv(grid=*x*)", r"at most one extent as \*"),

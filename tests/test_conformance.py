@@ -85,7 +85,7 @@ def test_the_tests_of_a_variant_exist():
 
 
 def test_a_base_class_that_refuses_nothing_drops_no_test_of_those_that_inherit():
-    name = "test_what_the_host_cannot_honour_is_refused_by_name"
+    name = "test_what_the_host_cannot_honor_is_refused_by_name"
     base = type("Base", (AdapterConformance,), {"adapter": ToyAdapter()})
     assert not getattr(base, name)
     assert getattr(type("Inherits", (base,), {"refused": ("linear",)}), name) is vars(AdapterConformance)[name]

@@ -231,5 +231,5 @@ class WrittenOut(nn.Module):
 @pytest.mark.parametrize("kind", [Around, WrittenOut])
 def test_a_site_that_an_example_found_is_refused(kind):
     ours, _ = quest_core.inject(nn.Sequential(kind(width=E, heads=H)), "standard", example=torch.randn(2, 5, E))
-    with pytest.raises(UnsupportedError, match=r"'0' was found by an example, which does not show"):
+    with pytest.raises(UnsupportedError, match=r"'0': it was found by an example, which does not show"):
         quest_core.calibrate(ours, [torch.randn(2, 5, E)])

@@ -97,7 +97,7 @@ def test_what_cannot_be_read_runs():
     torch._dynamo.reset()
 
 
-def test_decoding_honours_masks_of_pairs():
+def test_decoding_honors_masks_of_pairs():
     """A window hides tokens that the cache holds."""
     window = PAST & ~PAST.tril(-3)
     layers = nn.ModuleList(Attention(32, 4, "elliptical") for _ in range(2)).eval()

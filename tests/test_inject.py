@@ -300,7 +300,7 @@ def test_a_module_stays_the_same_object_and_so_do_its_hooks():
     assert seen == [1]
 
 
-def test_a_host_that_cannot_honour_a_mechanism_refuses_it_by_name():
+def test_a_host_that_cannot_honor_a_mechanism_refuses_it_by_name():
     class Fixed(TorchAdapter):
         def sites(self, model):
             for site in super().sites(model):

@@ -182,7 +182,7 @@ def test_fused_and_weights_paths_report_the_same():
 def test_residual_logits_count():
     m, (q, k, v) = mechanism("standard"), inputs()
     residual = torch.randn(B, H, N, M) * 4
-    mask = torch.rand(N, M) > 0.3
+    mask = (torch.rand(N, M) > 0.3) | (torch.arange(M) == 0)  # every query sees a key
     for options in ({}, {"attn_mask": mask}, {"attn_mask": torch.zeros(N, M).masked_fill(~mask, -math.inf)}):
         with Monitor(m) as monitor:
             _, weights, logits = m.forward_with_logits(q, k, v, residual=residual, **options)

@@ -294,7 +294,7 @@ def test_dev_gpu_without_a_gpu_runs_the_cpus_part_and_says_so():
     assert "were not run" in done.stderr
 
 
-def test_environments_for_a_gpu_see_pytorch_and_not_its_neighbours(tmp_path):
+def test_environments_for_a_gpu_see_pytorch_and_not_its_neighbors(tmp_path):
     assert gpu.link_pytorch(tmp_path)
     code = "import importlib.util, torch; torch.ones(2) @ torch.ones(2); print(importlib.util.find_spec('pytest'))"
     command = [sys.executable, "-S", "-c", code]

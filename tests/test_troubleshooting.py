@@ -97,7 +97,7 @@ PRODUCERS: dict[str, Callable[[], object]] = {
     "Weights only": more_than_tensors,
     "initialize NumPy": without_numpy,
     "is not a mechanism": lambda: AttentionConfig.parse("qest"),
-    "has no option": lambda: AttentionConfig.parse("quest(colour=1)"),
+    "has no option": lambda: AttentionConfig.parse("quest(color=1)"),
     "which does not divide": lambda: quest_core.inject(encoder(), "quest+gqa(kv_heads=3)"),
     "has no attention that": lambda: quest_core.inject(nn.Linear(2, 2), "quest"),
     "would replace": lambda: quest_core.inject(nn.ModuleList([encoder(), HouseAttention()]), "quest"),

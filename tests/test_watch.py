@@ -135,13 +135,13 @@ def test_remarks_say_what_grows_and_what_unit_keys_bound():
     before = {"a": {**quiet, "max_logit": [100.0, 50.0]}, "b": quiet}
     now = {"a": {"max_logit": [121.0, 50.0], "entropy": [0.01, 1.0], "query_norm_max": [7.0, 2.0]}, "b": quiet}
     words = (
-        "a, head 0: the largest logit is 121 (+10.00% a step); at this rate float16 overflows in 66 steps; with unit "
+        "a, head 0: the largest logit is 121 (+10.00% per step); at this rate float16 overflows in 66 steps; with unit "
         "keys (quest) it would be at most 7; the softmax is saturated in 1 of 2 heads (entropy 0.01 nats)"
     )
     assert remarks(now, before, 2)[:-1] == [words]
     assert remarks(now, before, 2)[-1].startswith("what people do about it: https://")
     # Without alarm, only the layer with the largest logit; 100 is the limit itself.
-    assert "a step" not in " ".join(remarks(now, before, 0))  # of another training with the same folder
+    assert "per step" not in " ".join(remarks(now, before, 0))  # of another training with the same folder
     assert remarks(before, {}, 1) == [
         "a, head 0: the largest logit is 100; with unit keys (quest) it would be at most 2"
     ]

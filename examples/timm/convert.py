@@ -22,7 +22,8 @@ from torch import Tensor, nn
 import quest_core
 
 ATTENTION = "quest"
-SEEDS, IMAGES, EPOCHS, TUNE = 3, 12000, 4, 1  # epochs of the stock model, and after the conversion
+SEEDS, IMAGES = 3, 12000  # at least 2 seeds
+EPOCHS, TUNE = 4, 1  # of the stock model, and after the conversion
 BATCH = 64
 
 

@@ -26,7 +26,7 @@ from .training import Clock, HostTraining, compiler
 
 environment = "quest-pointcept"
 
-# scenes, rings and rays of a scene, metres of a voxel; then options of the model that differ from its defaults
+# scenes, rings and rays of a scene, meters of a voxel; then options of the model that differ from its defaults
 SIZES: dict[str, tuple[int, int, int, float, dict[str, Any]]] = {
     "cpu": (
         2,

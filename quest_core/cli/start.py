@@ -54,7 +54,7 @@ examples:
 in Python:
   from quest_core.tools.pictures import draw_maps; draw_maps(model, batch, "cat", image=batch)
 """
-COMMANDS = {
+TEXTS = {
     "run": ("start a training command with the plugins installed", RUN, RUN_EXAMPLES),
     "watch": ("start a training command and measure its attention", WATCH, WATCH_EXAMPLES),
     "maps": ("start a command and draw the attention of its model", MAPS, MAPS_EXAMPLES),
@@ -85,7 +85,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 
 def add_parsers(commands: Any) -> None:
     """Add the parsers of these commands to those of `quest`."""
-    for name, (summary, words, examples) in COMMANDS.items():
+    for name, (summary, words, examples) in TEXTS.items():
         parser = commands.add_parser(
             name,
             help=f"{summary} (quest {name} --help)",

@@ -116,7 +116,7 @@ class HostAttention(Projected):
 
     @classmethod
     def refuses(cls, host: Any, path: str, config: AttentionConfig) -> str | None:
-        """Return why a module cannot honour `config`, for reasons besides its capabilities; by default None."""
+        """Return why a module cannot honor `config`, for reasons besides its capabilities; by default None."""
         return None
 
     @classmethod
@@ -223,7 +223,7 @@ def rate(dropout: Any) -> float:
 
 
 def moves(config: AttentionConfig) -> str | None:
-    """Return why windows and stages, in which tokens move, cannot honour `config`, or None."""
+    """Return why windows and stages, in which tokens move, cannot honor `config`, or None."""
     if any(part.chained for part in config.components):
         return f"'{config}' compares the tokens of each layer with those of the one before, which differ here"
     return None
@@ -401,7 +401,7 @@ class Adapter(ABC):
         found[0].projections.scale(found[0], found[0].head_sizes, "q", factor)
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
-        """Return why this host cannot honour `config` at `site`, or None; override it for reasons of the host."""
+        """Return why this host cannot honor `config` at `site`, or None; override it for reasons of the host."""
         kind = self.replacement(site.module)
         why = None if kind is None else kind.refuses(site.module, site.path, config)
         return why or refusal(config, site.capabilities)
@@ -435,7 +435,7 @@ def refusal(config: AttentionConfig, asked: Capabilities) -> str | None:
 
 
 def require(adapter: Adapter, site: Site, config: AttentionConfig) -> None:
-    """Raise UnsupportedError, naming what the site can honour, unless that is `config`; InjectionError if it cannot be
+    """Raise UnsupportedError, naming what the site can honor, unless that is `config`; InjectionError if it cannot be
     replaced because its calls go to a function that is bound to it, or its parameters have no values yet."""
     if any(vars(site.module).get(name) is not None for name in ("forward", "_compiled_call_impl")):
         raise InjectionError(

@@ -324,12 +324,13 @@ class Finding:
                 f"attention that is written out is not understood: {shown}; say allow_partial=True to leave it as it is"
             )
         ran = {frame.path for frame in search.frames}
-        self.idle += [path for path in self.taken if within(path, search.calls) and path not in ran]
+        idle = [path for path in self.taken if within(path, search.calls)]
+        self.idle = [path for path in (*self.idle, *idle) if path not in ran]
         self.calls |= search.calls
         self.written |= judge.sites
         self.left |= judge.left
-        self.missed = {}
         ours = self.ours()
+        self.missed = {path: module for path, module in self.missed.items() if not within(path, ours)}
         kinds = {host_class(self.modules[path]) for path in (*self.calls, *self.written)}
         weigh = {one.place for one in search.softmaxes if one.is_usual}
         alike = {type(self.modules[x]) for x in judge.left} - {type(self.modules[x]) for x in (*ours, *judge.refused)}

@@ -15,7 +15,8 @@ With ``s.tanh()`` before the softmax the flow of s would be *odd*, by "tanh", an
 
 The search of an example (search.py) follows from each origin on, and each entry to its place. A run of a site
 (:class:`Comparing`) follows factors only, and compares them with those of the example. Both share the rules below, one
-for each group of functions.py: `follow` chooses, `_scale` multiplies, and `_pass_on` does all the rest.
+for each group of functions.py: `follow` chooses, `_scale` multiplies, `_pass_on` does the rest, and
+`_change_base` sees what was changed in place.
 """
 
 from __future__ import annotations

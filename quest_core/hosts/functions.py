@@ -1,6 +1,7 @@
 """The functions of PyTorch that following knows: what they do to entries, and how their arguments are read.
 
-Each group below is one rule of following.py, and a function in none of them is unknown. Names are those of `name_of`.
+Each group below is one rule of following.py or search.py. A function in none of them is unknown: activations pass, and
+logits become odd. Names are those of `name_of`.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ ALIASES = {"truediv": "div", "true_divide": "div", "divide": "div", "multiply": 
     prefix + name: name.replace("true", "") for name in ("add", "sub", "mul", "div", "truediv") for prefix in "ir"
 }
 ALIASES |= {"rsub": "rsub", "rdiv": "rdiv", "rtruediv": "rdiv"}
-"""Names of one function."""
+"""Other names: of operators, of functions in place, and of reflected ones, whose operands change places."""
 _names: dict[Any, str] = {**FUNCTIONS}  # what `name_of` has answered
 FAR = 1e3  # bounds beyond it do not change logits
 NO_EQUATION = ("", "", "")
@@ -143,7 +144,7 @@ def equation(name: str, head: list[Any], a: Tensor, b: Tensor) -> tuple[str, str
 
 
 def is_product(name: str, args: Any) -> bool:
-    """Return whether a function of `FUNCTIONS` is a softmax, or a product that sums over something.
+    """Return whether a call of `FUNCTIONS` counts: of a softmax, or of a product that sums over something.
 
     An einsum that does not makes a table, such as ``i,j->ij`` of positions and frequencies, which hosts cache.
     """

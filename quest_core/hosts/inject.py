@@ -69,7 +69,7 @@ class Report:
 
     Attributes:
         attention: the mechanisms, as AttentionConfig writes them.
-        replacements: one entry a replaced module, in the order of the forward pass.
+        replacements: one entry per replaced module, in the order of the forward pass.
         left_alone: paths of modules that look like attention and that were not replaced -> why, "" if it is not known.
         started: whether options of the attention set the norms of queries or keys.
     """
@@ -99,7 +99,7 @@ class Report:
         return f"attention={self.attention} in {count} module{'s' * (count > 1)} ({', '.join(kinds)}; {size}){others}"
 
     def table(self) -> str:
-        """Return all replaced modules, one a line, with the mean norm that queries start with in a fresh model."""
+        """Return all replaced modules, one per line, with the mean norm that queries start with in a fresh model."""
         width, several = max(len(r.path) for r in self.replacements), len({r.attention for r in self.replacements}) > 1
         return "\n".join(
             f"{r.path:<{width}}  {r.host_class}  {r.adapter}  {r.parameters_before:,} -> {r.parameters_after:,}"
@@ -235,7 +235,8 @@ def inject(
         example: inputs for one run of the model, which finds every module that no adapter replaces and that
             calls an attention function of PyTorch or writes its attention out: ``model(*example)`` for a tuple or list,
             ``model(**example)`` for a mapping, ``example(model)`` for a function, and ``model(example)`` for others.
-            Models of transformers and timm need none, because their plugins make inputs. False runs nothing.
+            Models of transformers and timm mostly need none: their plugins make inputs where adapters miss attention.
+            False runs nothing.
 
     Returns:
         The same model and the report, which the model also carries as ``model.attention_report``.
@@ -245,7 +246,7 @@ def inject(
             is not a bool.
         InjectionError: no attention was found, only a part of it is replaceable, the model is wrapped or observed, or
             keeps a method of an attention that the replacement does not have.
-        UnsupportedError: a site cannot honour the mechanism; the message names those that it can.
+        UnsupportedError: a site cannot honor the mechanism; the message names those that it can.
         PluginError: the named plugin is missing or not ok.
     """
     check_flag("fresh", fresh)
@@ -265,7 +266,7 @@ def inject(
     ran = example is not None and example is not False
     if ran:
         finding.run(example, adapters, allow_partial=allow_partial)
-    for owner in adapters if example is None else ():
+    for owner in adapters if example is None else ():  # the caller gives none, so adapters are asked for their own
         known = finding.ours() if ran or adapter is None else finding.taken
         unknown = _unknown(model, adapters, by_design, known)
         missed = [x for x, m in unknown.items() if type(m).__name__ not in by_design and x not in finding.left]

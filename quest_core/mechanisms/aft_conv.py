@@ -44,7 +44,7 @@ def _bins(here: Tensor, place: Tensor, size: int) -> Tensor:
     bins = offset[..., 0]
     for axis in range(1, place.shape[1]):
         bins = bins * size + offset[..., axis]
-    # A token is its own neighbour at the centre; a prefix token has no bias even to itself.
+    # A token is its own neighbor at the center; a prefix token has no bias even to itself.
     return torch.where(inside & (here[:, :1] >= 0), bins, size ** place.shape[1])
 
 
@@ -114,7 +114,7 @@ class AttentionFreeConv(AttentionFree):
         super().__init__(sizes, query=query)
         if window % 2 == 0:
             raise ConfigError(
-                f"attention 'aft-conv': window is {window}; it needs a centre, so choose an odd number such as "
+                f"attention 'aft-conv': window is {window}; it needs a center, so choose an odd number such as "
                 f"{window - 1} or {window + 1}"
             )
         if dims > 3:
@@ -134,10 +134,10 @@ class AttentionFreeConv(AttentionFree):
         """Return w = γ (w − mean) / std + β, [h, s, ...], equation 8; each head over its own positions."""
         weight, gain, shift = widen(local(self.weight)), widen(local(self.gain)), widen(local(self.shift))
         raw = weight.flatten(1)  # [h, positions]
-        centred = raw - raw.mean(1, keepdim=True)
-        variance = centred.square().mean(1, keepdim=True)
+        centered = raw - raw.mean(1, keepdim=True)
+        variance = centered.square().mean(1, keepdim=True)
         varies = variance > 0
-        scaled = centred * torch.where(varies, torch.where(varies, variance, 1).rsqrt(), 0)
+        scaled = centered * torch.where(varies, torch.where(varies, variance, 1).rsqrt(), 0)
         return torch.addcmul(shift[:, None], gain[:, None], scaled).view(weight.shape)
 
     def entropy(self) -> Tensor:
@@ -187,10 +187,10 @@ class AttentionFreeConv(AttentionFree):
 
     def reference_bias(self, n: int, m: int, is_causal: bool) -> Tensor:
         flat = self.weight.flatten(1)
-        centred = flat - flat.mean(1, keepdim=True)
-        deviation = centred.square().mean(1, keepdim=True)
+        centered = flat - flat.mean(1, keepdim=True)
+        deviation = centered.square().mean(1, keepdim=True)
         varies = deviation > 0
-        scaled = torch.where(varies, centred / torch.where(varies, deviation, 1).sqrt(), 0)
+        scaled = torch.where(varies, centered / torch.where(varies, deviation, 1).sqrt(), 0)
         w = self.gain[:, None] * scaled + self.shift[:, None]  # [h, positions], equation 8
         if self.gumbel:  # in evaluation: one position per head
             w = w * F.one_hot(w.argmax(1), w.shape[1])

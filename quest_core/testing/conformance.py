@@ -45,7 +45,7 @@ NUMBERS = (
     "test_queries_can_be_scaled",
     "test_initial_norms_are_set_in_a_fresh_model",
     "test_compiles",
-    "test_what_the_host_cannot_honour_is_refused_by_name",
+    "test_what_the_host_cannot_honor_is_refused_by_name",
 )
 """The tests of a variant: what depends on the options of a model, and not only on the classes of its modules."""
 
@@ -74,7 +74,7 @@ class AdapterConformance(ABC):
     Attributes, which may also stand behind the base, as in ``class TestLarge(TestSmall, variant=True, sites=4)``:
         adapter: the adapter under test.
         sites: the number of attention modules in the model of `make_model`.
-        mechanisms: mechanisms that the host must honour.
+        mechanisms: mechanisms that the host must honor.
         refused: mechanisms for which this host must raise an error that names them.
         autocasts: whether the host's own model runs under autocast to bfloat16 on a CPU.
         compiles: whether the host's own model can be compiled; an adapter must not take that away.
@@ -93,7 +93,7 @@ class AdapterConformance(ABC):
             "test_queries_can_be_scaled": cls.calibrates,
             "test_autocast": cls.autocasts,
             "test_compiles": cls.compiles,
-            "test_what_the_host_cannot_honour_is_refused_by_name": bool(cls.refused),
+            "test_what_the_host_cannot_honor_is_refused_by_name": bool(cls.refused),
         }
         for name in filter(re.compile("test_").match, vars(AdapterConformance)):
             if not applies.get(name, True) or (cls.variant and name not in NUMBERS):
@@ -453,7 +453,7 @@ class AdapterConformance(ABC):
 
     # --- refusals --------------------------------------------------------------------------------------------------
 
-    def test_what_the_host_cannot_honour_is_refused_by_name(self) -> None:
+    def test_what_the_host_cannot_honor_is_refused_by_name(self) -> None:
         for attention in self.refused:
             model = self.stock()
             before = [type(m) for m in model.modules()]

@@ -21,19 +21,21 @@ from ..hosts.functions import tensors
 from ..hosts.inject import inject
 from ..hosts.plugins import adapter as find_adapter
 from ..hosts.sites import run_example
-from ..mechanism import Mechanism
+from ..mechanism import Mechanism, count_kv_heads
 from ..mechanisms.base import Dims
 from ..projections import Projected
 from .monitor import Monitor
 
+BY_EXAMPLE = "it was found by an example, which does not show which projection makes its queries"
+
 
 @dataclass(frozen=True)
 class LayerCalibration:
-    """The calibration of one attention module, a value per key/value head of the host."""
+    """The calibration of one attention module, one value per key/value head of the host."""
 
     path: str  # the module's dotted path
     key_norms: tuple[float, ...]  # mean ‖k‖₂ over the visible keys of the batches
-    factors: tuple[float, ...]  # what the query projection was multiplied with
+    factors: tuple[float, ...]  # what the query projection was multiplied by
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def calibrate(
             ) from error
         owners = {row.path: row.adapter for row in replaced.replacements}
         if found := [path for path, owner in owners.items() if owner in (UNIVERSAL, WRITTEN_OUT)]:
-            raise _unknown_projection(found[0])
+            raise UnsupportedError(f"'{found[0]}': {BY_EXAMPLE}; use inject, and fine-tune without calibration")
         refuse_shared(twin, list(owners))
         before = [_mechanism(twin, path) for path in owners]
         with Monitor(nn.ModuleList(before), logits=False) as monitor:
@@ -186,20 +188,13 @@ def scale_queries(
     """
     module = model.get_submodule(path)
     if owner in (UNIVERSAL, WRITTEN_OUT):
-        raise _unknown_projection(path)
+        raise UnsupportedError(BY_EXAMPLE)
     if owner is not None:
         (given if isinstance(given, Adapter) else find_adapter(owner)).scale_queries(module, factor)
     elif isinstance(module, Projected):
         module.projections.scale(module, module.head_sizes, "q", factor)
     else:
-        raise UnsupportedError(f"it is not known which projection makes the queries of '{path}'")
-
-
-def _unknown_projection(path: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"'{path}' was found by an example, which does not show which projection makes its queries; use inject, and "
-        "fine-tune without scaling them"
-    )
+        raise UnsupportedError("it is not known which projection makes the queries")
 
 
 def _mechanism(model: nn.Module, path: str) -> Mechanism:
@@ -213,7 +208,7 @@ def _factors(path: str, old: Mechanism, new: Mechanism, seen: dict[str, list[flo
     """Return the factors of an attention module, from its mechanisms before and after and what a Monitor has seen."""
     assert old.dims is not None  # a model is injected with its sizes
     assert new.dims is not None
-    if new.dims.kv_heads != old.dims.kv_heads or len(seen.get("key_norm_mean", ())) not in (0, new.dims.num_heads):
+    if count_kv_heads(new.config, old.dims.num_heads) != old.dims.num_heads:
         why = f"'{path}' has {old.dims.num_heads} query heads, which were trained with a key head each"
         raise _uncalibratable(new.config, why)
     norms = seen.get("key_norm_mean", [math.nan])

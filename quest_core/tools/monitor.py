@@ -180,7 +180,7 @@ def remarks(now: dict[str, Any], before: dict[str, Any], steps: int) -> list[str
             and 0 < top < math.inf
         ):
             growth = (top / old) ** (1 / steps) - 1
-            words += f" ({growth:+.2%} a step)"
+            words += f" ({growth:+.2%} per step)"
             left = math.log(OVERFLOW / top) / math.log1p(growth) if growth > 0 else 0
             if old >= LARGE and 0 < left < SOON:  # the first steps grow faster than the later ones
                 words += f"; at this rate float16 overflows in {left:.0f} steps"
@@ -520,7 +520,7 @@ def blocks(
     """Yield blocks of samples b and queries n: their logits, and their weights unless those are softmax(logits).
 
     Both are [b, H, n, M], logits −inf for hidden pairs; the mask of the call has four axes. Weights may be negative
-    (differential attention). The second slice is one of `queries`, or of all.
+    (differential attention). The second slice counts in `queries`, or in all.
     """
     assert call.form is not None  # a family has no logits
     batch, heads, n, m = call.shape

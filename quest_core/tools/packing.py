@@ -29,7 +29,7 @@ FLASH_CAPABILITY = (8, 0)  # PyTorch's flash kernels need this compute capabilit
 VARLEN_OPTIONS = {"scale", "window_size"}  # what PyTorch's variable-length attention must accept
 
 # The piece of a packed call that the mechanism computes in this thread: its number from 0 on, and the queries that are
-# not padding [B, N], or None if all are. A Monitor reads it.
+# not padding [B, N], or None without padding. A Monitor reads it.
 PIECE: ContextVar[tuple[int, Tensor | None]] = ContextVar("PIECE", default=(0, None))
 
 
@@ -200,7 +200,7 @@ def _in_buckets(
     if not len(q):
         return q.new_zeros(*q.shape[:2], v.shape[2]) + (q.sum() + k.sum() + v.sum())  # part of the graph
     layout, outs = plan.layout(_waste(mechanism), q.device), []
-    moves = layout.places is not None or len(layout.tokens) > 1
+    moves = layout.places is not None or len(layout.tokens) > 1  # else one batch is the tokens as they lie
     for number, (tokens, real) in enumerate(zip(layout.tokens, layout.real, strict=True)):
         taken = [x.index_select(0, tokens.flatten()) if moves else x for x in (q, k, v)]
         batch = [x.unflatten(0, tokens.shape).transpose(1, 2) for x in taken]  # [size, H or G, N, D]

@@ -42,7 +42,7 @@ def draw_maps(
 
     Returns:
         The files: of the weights [N, M] of each head, each divided by its largest; and of the weights of the keys. Of
-        more than 64 queries every n-th is drawn; of more than 128 keys, means of neighbours.
+        more than 64 queries every n-th is drawn; of more than 128 keys, means of neighbors.
 
     Raises:
         InputError: no layer has a key for each token, or one has no such query.

@@ -30,7 +30,7 @@ from quest_core.errors import UnsupportedError
 from quest_core.mechanism import Mechanism
 from quest_core.ops import logits
 
-SPECS = {  # attention -> its marker and colour in the figure
+SPECS = {  # attention -> its marker and color in the figure
     "standard": ("o", "#b03a2e"),
     "quest": ("s", "#1f618d"),
     "quest(init=12)": ("D", "#5dade2"),
@@ -261,13 +261,13 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     limits = ((0.01, 5), (1e-4, 5))
     for number, (axes, title, limit) in enumerate(zip(panels, titles, limits, strict=True)):
         for place, row in enumerate(rows):
-            for offset, (spec, (marker, colour)) in enumerate(SPECS.items()):
+            for offset, (spec, (marker, color)) in enumerate(SPECS.items()):
                 values = [pair[number] for pair in row["logits"].get(spec, ())]
                 if values:
                     y = place + (offset - (len(SPECS) - 1) / 2) * 0.14
-                    axes.plot([min(values), max(values)], [y, y], color=colour, linewidth=1.5)
+                    axes.plot([min(values), max(values)], [y, y], color=color, linewidth=1.5)
                     label = spec if place == 0 else None
-                    axes.plot(sum(values) / len(values), y, marker, color=colour, markersize=4, label=label)
+                    axes.plot(sum(values) / len(values), y, marker, color=color, markersize=4, label=label)
         axes.set(xscale="log", xlabel=title, xlim=limit)
         axes.grid(axis="x", color="#dddddd")
         axes.set_axisbelow(True)

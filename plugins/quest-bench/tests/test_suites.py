@@ -141,5 +141,5 @@ def test_a_rate_that_diverges_stays_among_the_rates():
     ("scores", "decades"),
     [([70, 69.5, 69.2, 40], 1.5), ([50, 70, 60, 69.9], 0.5), ([10, 69, 70], 1.0), ([10, 10], 1.0)],
 )
-def test_the_range_is_of_neighbours_within_a_point(scores, decades):
+def test_the_range_is_of_neighbors_within_a_point(scores, decades):
     assert width_of_range(scores) == decades

@@ -147,9 +147,9 @@ def write_superpixels(folder: Path, name: str) -> None:
         split = []
         for i in range(graphs):
             edges = graph(12).edge_index
-            colours, y = torch.rand(12, 3 if name == "CIFAR10" else 1), torch.tensor([i % 10])
+            colors, y = torch.rand(12, 3 if name == "CIFAR10" else 1), torch.tensor([i % 10])
             edge_attr, pos = torch.rand(edges.shape[1]), torch.rand(12, 2)
-            split.append({"x": colours, "edge_index": edges, "edge_attr": edge_attr, "y": y, "pos": pos})
+            split.append({"x": colors, "edge_index": edges, "edge_attr": edge_attr, "y": y, "pos": pos})
         splits.append(split)
     torch.save(splits, raw / f"{name}_v2.pt")
 

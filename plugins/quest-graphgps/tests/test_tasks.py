@@ -108,7 +108,7 @@ def test_data_that_cannot_be_made_are_refused(tmp_path, arguments, said, capsys)
 
 
 def blobs(seed, size=4):
-    """An image of smooth colours, bytes [3, 32, 32]."""
+    """An image of smooth colors, bytes [3, 32, 32]."""
     small = torch.rand(1, 3, size, size, generator=torch.Generator().manual_seed(seed))
     return (torch.nn.functional.interpolate(small, (32, 32), mode="bicubic").clamp(0, 1)[0] * 255).byte()
 
@@ -123,8 +123,8 @@ def test_superpixels_are_the_means_of_segments_joined_to_their_eight_nearest(ima
     parts = [(segment == i).nonzero() for i in range(nodes)]
     found = {(*x.tolist(), *p.tolist()) for x, p in zip(graph.x, graph.pos, strict=True)}
     for part in parts:
-        colour = image[:, part[:, 0], part[:, 1]].double().mean(1) / 255
-        want = torch.cat([colour, part.double().mean(0) / 32]).float()
+        color = image[:, part[:, 0], part[:, 1]].double().mean(1) / 255
+        want = torch.cat([color, part.double().mean(0) / 32]).float()
         assert min((want - torch.tensor(one)).abs().max() for one in found) < 1e-6
 
     place = graph.pos.double()

@@ -76,7 +76,7 @@ def test_shipped_configs_keep_the_images_of_an_iteration(path, variables, monkey
 )
 def test_the_commented_start_builds(path, tmp_path):
     register_all_modules()
-    for base in CONFIGS.glob("*.py"):  # a config's _base_ is its neighbour
+    for base in CONFIGS.glob("*.py"):  # a config's _base_ is its neighbor
         shutil.copy(base, tmp_path)
     (tmp_path / path.name).write_text(with_start(path))
     model = MODELS.build(Config.fromfile(tmp_path / path.name).model)

@@ -257,7 +257,7 @@ def test_every_mechanism_trains_and_predicts_at_any_size(attention):
 
 
 def test_aft_conv_knows_the_grid_and_the_class_tokens():
-    """A patch far outside the window reaches a query only through the global sum; its neighbours have a bias."""
+    """A patch far outside the window reaches a query only through the global sum; its neighbors have a bias."""
     model = build(attention="aft-conv(window=3)").eval()
     families = [m.family for m in model.modules() if isinstance(m, Mechanism)]
     assert [family.prefix for family in families] == [1, 1, CLASSES, CLASSES]
@@ -428,7 +428,7 @@ def test_convolutional_models_have_nothing_to_replace():
 
 
 def test_every_file_with_attention_is_in_a_table():
-    """A backbone or head of mmseg that speaks of attention is honoured or refused by name, or its gates are listed."""
+    """A backbone or head of mmseg that speaks of attention is honored or refused by name, or its gates are listed."""
     names = {*TYPES, *REFUSED}
     elsewhere = {"ann_head", "isa_head", "ocr_head"}  # their blocks are refused under the name that they share
     gates = {"bisenetv1", "pidnet", "resnest", "resnet", "stdc", "ham_head"}  # no queries and keys: weights of channels
@@ -439,7 +439,7 @@ def test_every_file_with_attention_is_in_a_table():
                 defined = set(re.findall(r"^    ?class (\w+)|^class (\w+)", source, re.MULTILINE))
                 found = {name for pair in defined for name in pair if name}
                 assert found & names or path.stem in gates | elsewhere, (
-                    f"{path.name}: honour it, refuse it or say why not"
+                    f"{path.name}: honor it, refuse it or say why not"
                 )
 
 

@@ -174,7 +174,7 @@ def test_each_corruption_is_reproducible_and_leaves_the_random_state(name):
     assert random.getstate() == before[1]
 
 
-def test_colours_are_those_of_the_image():
+def test_colors_are_those_of_the_image():
     """Images are BGR in mmseg and RGB for the corruptions: more saturation keeps a blue pixel blue."""
     blue = np.zeros((40, 40, 3), dtype=np.uint8)
     blue[..., 0], blue[..., 1:] = 200, 100

@@ -122,7 +122,7 @@ def config(root: Path, model: str, attention: str | None, data: Path, plugin: st
 def write_rooms(folder: Path) -> None:
     """Write generated scenes as small as rooms, in the layout of Pointcept's indoor datasets, and Concerto's encoder.
 
-    A room has coordinates, colours, normals and classes, and two pictures with the pixel that each point lies on.
+    A room has coordinates, colors, normals and classes, and two pictures with the pixel that each point lies on.
     """
     split = {}
     for seed in seeds("train", ROOMS):
@@ -130,7 +130,7 @@ def write_rooms(folder: Path) -> None:
         room = folder / "train" / f"room{seed}"
         room.mkdir(parents=True)
         random = np.random.default_rng(seed)
-        coord = (4 * seen.points / RANGE).astype(np.float32)  # metres: rooms, not streets
+        coord = (4 * seen.points / RANGE).astype(np.float32)  # meters: rooms, not streets
         shade = 255 * seen.strength[:, None] * np.array([1.0, 0.8, 0.6])
         color = np.clip(shade + random.normal(0, 10, coord.shape), 0, 255).astype(np.float32)
         normal = -coord / np.linalg.norm(coord, axis=1, keepdims=True)

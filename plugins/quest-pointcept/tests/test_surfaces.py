@@ -317,7 +317,7 @@ def test_a_wrong_key_is_one_error_before_anything_is_built(options, why):
         ("linear", {"attn_drop": 0.1}, "no weights for the attention dropout"),
     ],
 )
-def test_what_a_site_cannot_honour(attention, options, why):
+def test_what_a_site_cannot_honor(attention, options, why):
     with pytest.raises(UnsupportedError, match=f"{why}.*Possible here: .*quest"):
         quest_core.inject(Stages(**options), attention, adapter=PointceptAdapter())
 
@@ -333,7 +333,7 @@ def test_what_a_site_cannot_honour(attention, options, why):
         ),
     ],
 )
-def test_what_a_model_cannot_honour(options, error, why):
+def test_what_a_model_cannot_honor(options, error, why):
     with pytest.raises(error, match=why):
         segmentation(**options)
 

@@ -19,7 +19,7 @@ from quest_core.testing import AdapterConformance
 from quest_tsai import TsaiAdapter
 
 SMALL = {"n_layers": 2, "d_model": 16, "n_heads": 4, "d_ff": 32, "dropout": 0.1}
-CLASSES = {"colour": ["red", "green", "blue"], "size": ["small", "large"]}
+CLASSES = {"color": ["red", "green", "blue"], "size": ["small", "large"]}
 
 
 class Series(AdapterConformance, sites=2):

@@ -202,7 +202,7 @@ ARCHITECTURES = {get_arch(name) for name in all_arch_names if isinstance(get_arc
 
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES, key=lambda kind: kind.__name__))
-def test_every_architecture_honours_or_refuses(architecture):
+def test_every_architecture_honors_or_refuses(architecture):
     assert (architecture, "__init__") in [(owner, name) for owner, name, _ in quest_tsai.TsaiAdapter().patches]
     if architecture.__name__ in surfaces.ARCHITECTURES:
         return

@@ -99,15 +99,15 @@ def _norms(results: Sequence[Mapping[str, Any]], attentions: Sequence[str]) -> F
     handles: dict[str, Any] = {}
     for line, (suffix, words) in zip(grid, suffixes, strict=True):
         for axes, attention in zip(line, attentions, strict=True):
-            for kind, (label, colour) in KINDS.items():
+            for kind, (label, color) in KINDS.items():
                 name = f"key_norm_{kind}{suffix}"
                 own = [c["series"][name] for c in results if c["attention"] == attention and name in c["series"]]
                 if not own:
                     continue
                 wide = pd.DataFrame(own).T
                 wide.index += 1
-                handles[label] = axes.plot(wide.index, wide.mean(axis=1), color=colour, lw=1.5)[0]
-                axes.fill_between(wide.index, wide.min(axis=1), wide.max(axis=1), color=colour, alpha=0.16, lw=0)
+                handles[label] = axes.plot(wide.index, wide.mean(axis=1), color=color, lw=1.5)[0]
+                axes.fill_between(wide.index, wide.min(axis=1), wide.max(axis=1), color=color, alpha=0.16, lw=0)
             if not axes.lines:
                 axes.text(0.5, 0.5, "no such model", ha="center", va="center", transform=axes.transAxes, fontsize=8)
             axes.set_title(f"{attention}\n{words}", fontsize=9)

@@ -19,7 +19,7 @@ POINTS = 12_000
 """Points of all lines of a report together; each line gets its share, at least 40 and at most 200."""
 
 COLOURS = ("#5f6b7a", "#0072b2", "#d55e00", "#009e73", "#aa4499", "#b8860b", "#3aa6d0", "#882255")
-"""The baseline is grey; the rest follow Okabe and Ito's palette, which colour-blind eyes distinguish."""
+"""The baseline is grey; the rest follow Okabe and Ito's palette, which color-blind eyes distinguish."""
 DARK = ("#a3adba", "#4ea8e0", "#f0803c", "#2fc496", "#d283c3", "#d9ab3a", "#7cc8e8", "#d4779e")
 DASHES = ([1, 0], [6, 3], [2, 2])
 """Patterns of lines: the palette's first round is drawn with the first pattern, and so on."""
@@ -77,7 +77,7 @@ def _round(value: float, digits: int = 4) -> float | None:
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
-def _colour(names: Sequence[str], legend: bool = False) -> dict[str, Any]:
+def _color(names: Sequence[str], legend: bool = False) -> dict[str, Any]:
     found: dict[str, Any] = {"field": "attention", "type": "nominal", "scale": {"domain": list(names)}}
     return found if legend else {**found, "legend": None}
 
@@ -112,7 +112,7 @@ def scores(group: Group) -> dict[str, Any]:
     ]
     x = {"type": "quantitative", "scale": {"zero": False}, "title": group.suite.measured}
     y = {"field": "attention", "type": "nominal", "sort": names, "title": None}
-    common: dict[str, Any] = {"y": y, "color": _colour(names)}
+    common: dict[str, Any] = {"y": y, "color": _color(names)}
     dots, point = {"opacity": 0.6, "size": 36, "yOffset": 9}, {"filled": True, "size": 90}
     tips = [_tooltip("attention", "seed", "value"), _tooltip("attention", "mean", "low", "high")]
     layers = [
@@ -147,7 +147,7 @@ def items(group: Group) -> dict[str, Any]:
     common: dict[str, Any] = {
         "y": y,
         "yOffset": {"field": "attention", "sort": names},
-        "color": _colour(names, legend=True),
+        "color": _color(names, legend=True),
     }
     point = {"filled": True, "size": 45, "tooltip": True}
     return {
@@ -169,14 +169,14 @@ def curves(group: Group, done: Sequence[Stored], names: Sequence[str], points: i
     attentions = [row.attention for row in group.rows]
     x = {"field": "x", "type": "quantitative", "title": "recorded point", "axis": {"tickMinStep": 1, "grid": False}}
     y = {"type": "quantitative", "scale": {"zero": False}, "title": None}
-    colour = _colour(attentions, legend=True)  # in both layers: a null in one removes the other's legend
-    colour["legend"] = {"symbolType": "stroke", "symbolOpacity": 1, "symbolStrokeWidth": 2}
+    color = _color(attentions, legend=True)  # in both layers: a null in one removes the other's legend
+    color["legend"] = {"symbolType": "stroke", "symbolOpacity": 1, "symbolStrokeWidth": 2}
     pattern = [DASHES[place // len(COLOURS) % len(DASHES)] for place in range(len(attentions))]
-    dashes = {**colour, "scale": {"domain": attentions, "range": pattern}}
+    dashes = {**color, "scale": {"domain": attentions, "range": pattern}}
     line = {"strokeWidth": 1.6, "tooltip": True}
     layers = [
-        _layer("area", {"opacity": 0.16}, x=x, y={**y, "field": "low"}, y2={"field": "high"}, color=colour),
-        _layer("line", line, x=x, y={**y, "field": "mean"}, color=colour, strokeDash=dashes),
+        _layer("area", {"opacity": 0.16}, x=x, y={**y, "field": "low"}, y2={"field": "high"}, color=color),
+        _layer("line", line, x=x, y={**y, "field": "mean"}, color=color, strokeDash=dashes),
     ]
     charts = []
     for name in names:
@@ -250,8 +250,8 @@ def _forest(title: str, values: Sequence[Mapping[str, Any]], domain: Sequence[st
     names = list(domain[1:])
     y = {"field": "task", "type": "nominal", "sort": None, "title": None}
     x = {"type": "quantitative", "title": f"difference in {title}"}
-    colour = {**_colour(domain, legend=True), "legend": {"values": names}}
-    common: dict[str, Any] = {"y": y, "yOffset": {"field": "attention", "sort": names}, "color": colour}
+    color = {**_color(domain, legend=True), "legend": {"values": names}}
+    common: dict[str, Any] = {"y": y, "yOffset": {"field": "attention", "sort": names}, "color": color}
     tips = _tooltip("task", "attention", "gain", "low", "high", "words")
     return {
         "width": "container",

@@ -24,7 +24,7 @@ SELECTIONS = {
     "last": "The reported epoch is the last one; nothing is selected.",
     "none": "Each cell is one measurement; nothing is selected.",
     "paper": "The reported epoch is the best one on the test split, as in the paper's protocol. That is optimistic, "
-    "and more so the noisier a curve is, so it can favour one attention.",
+    "and more so the noisier a curve is, so it can favor one attention.",
 }
 UNKNOWN_SELECTION = "The suite does not declare how the reported epoch is selected."
 

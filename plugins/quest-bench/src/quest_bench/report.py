@@ -54,8 +54,8 @@ def write_report(out: Path, baseline: str) -> Path:
     pictures = out / "report"
     pictures.mkdir(exist_ok=True)
     for plot in plots:
-        with whole(pictures / plot.file) as neighbour:
-            neighbour.write_bytes(plot.png())
+        with whole(pictures / plot.file) as neighbor:
+            neighbor.write_bytes(plot.png())
     for old in {*pictures.glob("*.png")} - {pictures / plot.file for plot in plots}:
         old.unlink()
     if any(out.glob("cells/*")):  # else results.parquet is what the report is made from

@@ -126,9 +126,9 @@ def write_table(cells: Sequence[Stored], path: Path) -> None:
 
     table = rows(cells)
     names = dict.fromkeys(name for row in table for name in row)
-    with whole(path) as neighbour:
+    with whole(path) as neighbor:
         columns = {name: [row.get(name) for row in table] for name in names}
-        pyarrow.parquet.write_table(pyarrow.table(columns), neighbour)
+        pyarrow.parquet.write_table(pyarrow.table(columns), neighbor)
 
 
 def _load_table(out: Path) -> list[Stored]:
@@ -297,12 +297,12 @@ def merge(sources: Sequence[Path], out: Path) -> tuple[int, int]:
         target = out / "cells" / name
         if cell.folder == target:
             continue
-        neighbour = out / f"merge.{os.getpid()}.tmp"  # not in cells/, where a kill would leave half a cell
-        shutil.rmtree(neighbour, ignore_errors=True)
-        shutil.copytree(cell.folder, neighbour, ignore=shutil.ignore_patterns("work", "claim", "*.tmp"))
+        neighbor = out / f"merge.{os.getpid()}.tmp"  # not in cells/, where a kill would leave half a cell
+        shutil.rmtree(neighbor, ignore_errors=True)
+        shutil.copytree(cell.folder, neighbor, ignore=shutil.ignore_patterns("work", "claim", "*.tmp"))
         target.parent.mkdir(exist_ok=True)
         shutil.rmtree(target, ignore_errors=True)
-        neighbour.rename(target)
+        neighbor.rename(target)
         copied += 1
     for source in sources:
         for run in read_run(source):

@@ -69,30 +69,30 @@ def decode(text: str) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write strict JSON whole or not at all: into a neighbour file first, then renamed over `path`."""
+    """Write strict JSON whole or not at all: into a neighbor file first, then renamed over `path`."""
     write_text(path, json.dumps(encode(value), indent=1, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all; see :func:`whole`."""
-    with whole(path) as neighbour:
-        neighbour.write_text(text, encoding="utf-8")
+    with whole(path) as neighbor:
+        neighbor.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Yield a neighbour to write into, which then replaces `path`. A crash can leave it, but never a part of `path`."""
-    neighbour = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    """Yield a neighbor to write into, which then replaces `path`. A crash can leave it, but never a part of `path`."""
+    neighbor = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        yield neighbour
-        with neighbour.open("rb") as file:
+        yield neighbor
+        with neighbor.open("rb") as file:
             os.fsync(file.fileno())
-        os.replace(neighbour, path)
+        os.replace(neighbor, path)
     except OSError as error:  # of a full disk it does not name the file
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
         with contextlib.suppress(OSError):
-            neighbour.unlink(missing_ok=True)
+            neighbor.unlink(missing_ok=True)
 
 
 def entry_point(suite: str) -> importlib.metadata.EntryPoint:

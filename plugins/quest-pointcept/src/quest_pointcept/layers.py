@@ -64,7 +64,7 @@ class SerializedAttention(HostAttention):
 
     @classmethod
     def refuses(cls, host: Any, path: str, config: AttentionConfig) -> str | None:
-        """Return why the host cannot honour `config`: a bias on the scores, or the size of a patch."""
+        """Return why the host cannot honor `config`: a bias on the scores, or the size of a patch."""
         family = config.family
         flash = [name for name in FLASH if getattr(host, name, False)]
         for name in ("rpe", "upcast_attention", "upcast_attn", "upcast_softmax"):

@@ -76,9 +76,9 @@ def save_state(cell: Cell, state: Mapping[str, Any]) -> None:
     if torch.cuda.is_available():
         generators["cuda"] = torch.cuda.get_rng_state_all()
     path = cell.workdir / STATE
-    neighbour = path.with_suffix(".new")
-    torch.save({"cell": _identity(cell), "state": dict(state), "generators": generators}, neighbour)
-    os.replace(neighbour, path)
+    neighbor = path.with_suffix(".new")
+    torch.save({"cell": _identity(cell), "state": dict(state), "generators": generators}, neighbor)
+    os.replace(neighbor, path)
 
 
 def _identity(cell: Cell) -> list[Any]:
@@ -249,7 +249,7 @@ def over_rates(done: Mapping[str, Trained]) -> Result:
 
 
 def width_of_range(scores: Sequence[float]) -> float:
-    """Return the decades of neighbouring rates, half a decade apart, that are within `WITHIN` points of the best.
+    """Return the decades of neighboring rates, half a decade apart, that are within `WITHIN` points of the best.
 
     Each rate stands for half a decade, so the result is at least 0.5.
     """

@@ -84,7 +84,7 @@ class TimmAdapter(Adapter):
         return routed
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
-        """Return why a site cannot honour `config`: its capabilities, biases on the logits, or moving windows."""
+        """Return why a site cannot honor `config`: its capabilities, biases on the logits, or moving windows."""
         from .layers import Replacement
 
         call = _call(site.path, site.module)
@@ -214,8 +214,8 @@ def _run(paths: Iterable[str], calls: Iterator[int], model: nn.Module) -> None:
         except Exception as error:  # whatever a model raises on inputs that do not suit it
             raise InjectionError(
                 f"{type(part).__name__} has attention that only a run of it finds, and does not run on images of shape "
-                f"{[2, *size]} ({type(error).__name__}: {error}); build it without attention, and say "
-                "quest_core.inject(model, ..., example=batch)"
+                f"{[2, *size]} ({type(error).__name__}: {error}); say quest_core.inject(model, ..., "
+                "example=batch), on a model that was built without attention="
             ) from error
 
 

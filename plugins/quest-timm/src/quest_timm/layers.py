@@ -44,7 +44,7 @@ class Replacement(HostAttention):
 
     @classmethod
     def refuses(cls, host: Any, path: str, config: AttentionConfig) -> str | None:
-        """Return why a module cannot honour `config`: norms, biases on the logits, or moving windows."""
+        """Return why a module cannot honor `config`: norms, biases on the logits, or moving windows."""
         if config.initial_norms and normalizes(host):
             return "qk_norm=True normalizes queries and keys after their projections, so initial norms have no effect"
         if config.family is not None and hasattr(

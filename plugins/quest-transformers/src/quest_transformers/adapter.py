@@ -59,7 +59,7 @@ class TransformersAdapter(Adapter):
         return replace(site.module, config, fresh=site.fresh)
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
-        """Return why a site cannot honour `config`: its capabilities, projections, key/value heads or masks."""
+        """Return why a site cannot honor `config`: its capabilities, projections, key/value heads or masks."""
         why = refusal(config, site.capabilities)
         if why is not None:
             return why

@@ -27,8 +27,8 @@ class Example:
     A part is a model within the model, or, where no run of such a model reaches an attention, a module around it.
 
     Args:
-        model: a PreTrainedModel.
-        paths: of the modules that have to run; without any, the model runs.
+        model: the whole one, which is a PreTrainedModel or holds some.
+        paths: of the modules that have to run; without any, `model` itself runs.
 
     Raises:
         InjectionError: no inputs can be made that run them.

@@ -306,7 +306,7 @@ def attend_instead(
         wanted: return the weights too.
 
     Raises:
-        UnsupportedError: an option that the mechanism cannot honour.
+        UnsupportedError: an option that the mechanism cannot honor.
         InputError: tensors that do not fit together.
     """
     mechanism: Mechanism = module.mechanism

@@ -65,7 +65,7 @@ class TsaiAdapter(Adapter):
         return made  # type: ignore[no-any-return]
 
     def change_host(self) -> None:
-        """Make tsai's architectures accept `attention=` or refuse it by name, and functions for weights honour it."""
+        """Make tsai's architectures accept `attention=` or refuse it by name, and functions for weights honor it."""
         from tsai import learner, tslearner
         from tsai.models import utils
 

@@ -70,7 +70,7 @@ class Replacement(HostAttention):
 
     @classmethod
     def refuses(cls, host: Any, path: str, config: AttentionConfig) -> str | None:
-        """Return why a module cannot honour `config`: a learnable scale, relative positions, or scores passed on."""
+        """Return why a module cannot honor `config`: a learnable scale, relative positions, or scores passed on."""
         if config.family and getattr(host, "res_attention", False):
             return (
                 f"tsai passes scores from layer to layer, and '{config}' has none; build with res_attention=False "

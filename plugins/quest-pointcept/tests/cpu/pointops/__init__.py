@@ -17,7 +17,7 @@ def knn_query(
 
     Args:
         xyz: the points that are looked for [n, 3], `offset` where their clouds end [B].
-        new_xyz: the points whose neighbours they are [m, 3], `new_offset` where their clouds end [B].
+        new_xyz: the points whose neighbors they are [m, 3], `new_offset` where their clouds end [B].
     """
     if new_xyz is None or new_offset is None:
         new_xyz, new_offset = xyz, offset

@@ -21,7 +21,7 @@ def pydocs() -> tuple[Lines, Lines, Lines]:
     """Return training, validation and test text of ``pydoc_data.topics``: one paragraph a line, words and marks apart.
 
     Topics repeat each other, so each paragraph is kept once. Of every ten runs of twenty paragraphs one is for
-    validation and one for the test, so neighbours stay together and the splits do not overlap.
+    validation and one for the test, so neighbors stay together and the splits do not overlap.
     """
     from pydoc_data.topics import topics
 
@@ -102,7 +102,7 @@ class BytePairs:
 
 
 def _join(pieces: list[str], pair: tuple[str, str]) -> list[str]:
-    """Join every neighbouring `pair` in `pieces`, from the left."""
+    """Join every neighboring `pair` in `pieces`, from the left."""
     joined, i = [], 0
     while i < len(pieces):
         width = 2 if tuple(pieces[i : i + 2]) == pair else 1

@@ -169,7 +169,7 @@ def tu_graphs(path: Path) -> list[Data]:
     """Read graphs: the types of nodes x [N, 1] and the class y [1], both numbered from 0, and edge_index [2, E].
 
     The first line has the number of graphs. A graph is a line "nodes class", then for each node a line "type m" with
-    the numbers of its m neighbours. Attributes after these are ignored.
+    the numbers of its m neighbors. Attributes after these are ignored.
     """
     rows = (line.split() for line in path.read_text().splitlines()[1:])
     graphs = []
@@ -236,7 +236,7 @@ def _kinds(features: list[Tensor]) -> Sequence[Tensor]:
 
 
 def join_positions(data: Data) -> Data:
-    """Superpixels of MNIST and CIFAR10: append pos [N, 2] to the colours in x [N, colours], as in GraphGPS."""
+    """Superpixels of MNIST and CIFAR10: append pos [N, 2] to the colors in x [N, colors], as in GraphGPS."""
     data.x = torch.cat([data.x, data.pos], dim=1).float()
     return data
 

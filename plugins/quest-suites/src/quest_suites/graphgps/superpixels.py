@@ -72,8 +72,8 @@ def superpixels(image: Tensor, label: int, generator: torch.Generator) -> Data:
     """One image, bytes [3, 32, 32], as a graph: a node per superpixel, with edges to the eight nearest in position.
 
     Returns:
-        A graph with mean colours x [N, 3] and centres pos [N, 2] (row and column), both from 0 to 1; edge_index
-        [2, 8 N] from every node to its neighbours; and edge_attr [8 N], the weight (w_ij + w_ji) / 2 with
+        A graph with mean colors x [N, 3] and centers pos [N, 2] (row and column), both from 0 to 1; edge_index
+        [2, 8 N] from every node to its neighbors; and edge_attr [8 N], the weight (w_ij + w_ji) / 2 with
         w_ij = exp(−‖p_i − p_j‖² / σ_i²), where σ_i is the mean distance of i's eight nearest nodes.
     """
     segment = segments(image)  # [32, 32], from 0 on

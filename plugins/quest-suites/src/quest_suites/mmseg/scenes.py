@@ -1,7 +1,7 @@
 """Generated scenes in the layout of ADE20K: a trainer, its evaluator and corruptions run without a download.
 
 An image is a room (wall and floor) or a landscape (sky and grass) with a few objects. Only the outline identifies an
-object: colours, stripes and light are random. Labels are those of ADE20K, so its dataset class reads them.
+object: colors, stripes and light are random. Labels are those of ADE20K, so its dataset class reads them.
 
     python -m quest_suites.mmseg.scenes data/scenes --train 256 --validation 64
 """
@@ -49,7 +49,7 @@ def scene(size: int, generator: np.random.Generator) -> tuple[np.ndarray, np.nda
 
 
 def _ground(name: str, size: int, generator: np.random.Generator) -> np.ndarray:
-    """[size, size, 3]: sky fades, grass is rough, walls and floors are flat or striped in any colour."""
+    """[size, size, 3]: sky fades, grass is rough, walls and floors are flat or striped in any color."""
     rows = np.linspace(-1, 1, size)[:, None, None]
     if name == "sky":
         return np.array([210.0, 170, 130]) + generator.normal(0, 12, 3) - 30 * rows + np.zeros((size, size, 3))

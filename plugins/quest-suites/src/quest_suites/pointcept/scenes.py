@@ -5,7 +5,7 @@ cylinders and balls in the sizes that the classes have in the world. The task is
 one (car and truck, driveable surface and sidewalk, pedestrian and traffic cone) with a similar reflection, and only the
 context separates them (a sidewalk lies between street and buildings).
 
-Synthetic data; numbers are not comparable with nuScenes. Its noise is jitter of two centimetres and lost returns.
+Synthetic data; numbers are not comparable with nuScenes. Its noise is jitter of two centimeters and lost returns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RANGE = 50.0
 class Scan(NamedTuple):
     """One turn of the sensor."""
 
-    points: np.ndarray  # [N, 3] float32, metres, the sensor at the origin
+    points: np.ndarray  # [N, 3] float32, meters, the sensor at the origin
     strength: np.ndarray  # [N] float32, reflected intensity in [0, 1]
     labels: np.ndarray  # [N] int64, indices of CLASSES
 
@@ -37,14 +37,14 @@ class Scan(NamedTuple):
 class _Things(NamedTuple):
     """Boxes and cylinders of a scene, one row each."""
 
-    centre: np.ndarray  # [n, 3], the middle
+    center: np.ndarray  # [n, 3], the middle
     half: np.ndarray  # [n, 3], half of the extents; for a cylinder (radius, radius, half height)
     yaw: np.ndarray  # [n]
     round: np.ndarray  # [n], True for cylinders
     label: np.ndarray  # [n]
 
 
-# (length, width, height) in metres, their relative spread, and the most that a scene has.
+# (length, width, height) in meters, their relative spread, and the most that a scene has.
 _VEHICLES = {
     "car": (4.6, 1.9, 1.7, 0.10, 9),
     "truck": (7.5, 2.5, 2.9, 0.15, 3),
@@ -164,9 +164,9 @@ def _furnish(random: np.random.Generator, street: float, walk: float) -> _Things
             x += length
         for _ in range(random.integers(0, 4)):  # poles stand where pedestrians do
             put("manmade", along(), where * (street + 0.4), (0.25, 0.25, random.uniform(4.0, 7.0)), round=True)
-    centre, half, yaw, is_round, label = zip(*rows, strict=True)
+    center, half, yaw, is_round, label = zip(*rows, strict=True)
     return _Things(
-        np.array(centre, np.float32),
+        np.array(center, np.float32),
         np.array(half, np.float32),
         np.array(yaw, np.float32),
         np.array(is_round),
@@ -194,21 +194,21 @@ def _distances(ray: np.ndarray, things: _Things) -> np.ndarray:
         ],
         axis=2,
     )  # [R, n, 3], in each thing's own axes
-    centre = np.stack(
+    center = np.stack(
         [
-            things.centre[:, 0] * cos + things.centre[:, 1] * sin,
-            things.centre[:, 1] * cos - things.centre[:, 0] * sin,
-            things.centre[:, 2],
+            things.center[:, 0] * cos + things.center[:, 1] * sin,
+            things.center[:, 1] * cos - things.center[:, 0] * sin,
+            things.center[:, 2],
         ],
         axis=1,
     )  # [n, 3]
-    one, two = (centre - things.half) / turned, (centre + things.half) / turned  # distances to the slabs
+    one, two = (center - things.half) / turned, (center + things.half) / turned  # distances to the slabs
     enter, leave = np.minimum(one, two), np.maximum(one, two)  # [R, n, 3]
     start, end = enter.max(2), leave.min(2)
     # A ray hits a cylinder if its horizontal part comes within the radius.
     flat = (turned[..., :2] ** 2).sum(2)
-    middle = (turned[..., :2] * centre[:, :2]).sum(2) / flat
-    away = (centre[:, :2] ** 2).sum(1) - middle**2 * flat
+    middle = (turned[..., :2] * center[:, :2]).sum(2) / flat
+    away = (center[:, :2] ** 2).sum(1) - middle**2 * flat
     depth = np.sqrt(np.maximum(things.half[:, 0] ** 2 - away, 0) / flat)
     round_start = np.maximum(middle - depth, enter[..., 2])
     round_end = np.where(away < things.half[:, 0] ** 2, np.minimum(middle + depth, leave[..., 2]), -np.inf)

@@ -21,7 +21,7 @@ SUITES: dict[str, dict[str, Any]] = {
             whole("train_scenes", 48, "scenes to train on"),
             whole("val_scenes", 24, "scenes to evaluate on"),
             whole("patch_size", 256, "points of a patch", 2),
-            number("grid_size", 0.4, "edge of a voxel in metres", 0.01),
+            number("grid_size", 0.4, "edge of a voxel in meters", 0.01),
         ],
     },
     "pointcept": {
