@@ -15,6 +15,7 @@ from torch import nn
 
 import quest_core
 from quest_core.cli import main
+from quest_core.hosts.launch import LOOK
 from quest_core.tools.monitor import remarks
 from quest_core.tools.script import Script, is_first
 from quest_core.tools.watch import summary
@@ -252,3 +253,10 @@ def test_the_command_says_what_is_wrong(tmp_path, monkeypatch, capsys, words, fo
     with contextlib.suppress(SystemExit):  # argparse's, after its own message
         main(["watch", *words])
     assert found in capsys.readouterr().err
+
+
+def test_a_command_that_is_looked_into_cannot_look_into_another(monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv(LOOK, "{}")
+    assert main(["maps", "--", "python", "predict.py"]) == 2
+    assert "run one at a time" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import argparse
 import datetime
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -138,6 +139,8 @@ def look(given: argparse.Namespace) -> int:
         print(page)
         return 0
     words = command_of(given)
+    if launch.LOOK in os.environ:
+        raise QuestError(f"{name} is started by another quest watch or quest maps; run one at a time")
     folder = given.out or Path(f"quest-{given.command}") / datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
     if folder.exists() and any(folder.iterdir()):
         raise QuestError(f"{name}: {folder} is not empty; choose another --out, or remove it")
@@ -146,4 +149,4 @@ def look(given: argparse.Namespace) -> int:
     except PluginError:  # plain PyTorch needs none
         plugins = []
     asked |= {"command": given.command, "folder": str(folder.resolve())}
-    launch.start(words, plugins, variables={"QUEST_LOOK": json.dumps(asked)})
+    launch.start(words, plugins, variables={launch.LOOK: json.dumps(asked)})

@@ -270,8 +270,9 @@ def inject(
         known = finding.ours() if ran or adapter is None else finding.taken
         unknown = _unknown(model, adapters, by_design, known)
         missed = [x for x, m in unknown.items() if type(m).__name__ not in by_design and x not in finding.left]
-        if missed or not known:
-            ran |= _run_own_example(finding, owner, adapters, missed, allow_partial=allow_partial)
+        if known and not missed:
+            break
+        ran |= _run_own_example(finding, owner, adapters, missed, allow_partial=allow_partial)
     found = [(owner, site) for owner, site in found if site.path not in finding.idle]
     if ran or adapter is None:
         found += finding.sites()

@@ -24,6 +24,8 @@ FOLDER = Path(__file__).resolve().parent / "launched"
 PAIRS = "QUEST_RUN"
 """The environment variable that names the plugins for processes below: "timm=timm,graphgps=torch_geometric!". A process
 ends if a plugin with ! cannot be installed."""
+LOOK = "QUEST_LOOK"
+"""That of `quest watch` and `quest maps`: the JSON of what quest_core.tools.script does in a process below."""
 
 
 def start(

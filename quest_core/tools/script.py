@@ -21,12 +21,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..hosts.launch import LOOK
 from . import curves
 from .pictures import draw_maps
 from .watch import Watch
 
-LOOK = "QUEST_LOOK"
-"""The environment variable of the processes below: the JSON of what `Script` or `Maps` takes, and of "command"."""
 PAUSE = 10  # seconds from one printed measurement to the next, at least
 WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
 Look = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
@@ -182,5 +181,5 @@ def say(text: str, command: str = "watch") -> None:
 
 def start() -> None:
     """Begin in this process what the environment asks for."""
-    asked = json.loads(os.environ[LOOK])
+    asked = json.loads(os.environ[LOOK])  # what one of these takes, and "command"
     {"watch": Script, "maps": Maps}[asked.pop("command")](**asked)
