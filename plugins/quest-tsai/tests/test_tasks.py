@@ -199,9 +199,21 @@ def test_without_validation_every_training_series_trains(tmp_path, select):
     assert "validation" not in done.series
 
 
-@pytest.mark.parametrize("select", ["validation", "last"])
-def test_a_stopped_cell_continues_at_its_last_epoch(tmp_path, select):
-    check_resume(run_uea, cell(tmp_path, select=select), tmp_path, share=0.5)
+def test_validation_chooses_among_rates(tmp_path):
+    done = run_uea(cell(tmp_path, lr=1e-6, rates=3, smoke=False, epochs=2), lambda *_: None)
+    names = ["lr=1e-06", "lr=3.2e-06", "lr=1e-05"]
+    best = {name: max(done.series[f"validation/{name}"]) for name in names}
+    assert done.details["chosen"] == max(best, key=best.get)
+    assert done.metrics["accuracy"] == done.metrics[f"accuracy/{done.details['chosen']}"]
+    single = run_uea(cell(tmp_path, lr=1e-5, smoke=False, epochs=2), lambda *_: None)
+    assert single.series["train_loss"] == done.series["train_loss/lr=1e-05"]
+    with pytest.raises(ConfigError, match="rates need select=validation"):
+        run_uea(cell(tmp_path, rates=2, select="last"), print)
+
+
+@pytest.mark.parametrize(("options", "share"), [({}, 0.5), ({"select": "last"}, 0.5), ({"rates": 2}, 0.75)])
+def test_a_stopped_cell_continues_at_its_last_epoch(tmp_path, options, share):
+    check_resume(run_uea, cell(tmp_path, **options), tmp_path, share=share)
 
 
 def test_the_clones_of_forecast_ett_are_checked(tmp_path, monkeypatch):

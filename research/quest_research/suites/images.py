@@ -39,7 +39,7 @@ from torch import Tensor, nn
 import quest_core
 from quest_core.errors import ConfigError
 from quest_core.projections import init_norms
-from quest_suites.contract import Cell, Progress, Result, Trained, observe, sweep
+from quest_suites.contract import Cell, Progress, Result, Trained, at_best_rate, observe, sweep
 
 from .training import Fit, Float16Products, fit
 
@@ -260,10 +260,8 @@ def recipe(cell: Cell, progress: Progress) -> Result:
     """Train one attention with the recipe that the task names, "vit" or "deit", from the same weights at each rate.
 
     Returns:
-        Metrics, with the test accuracy in % at the epoch that is best on the validation split: ``accuracy`` at the
-        rate that is best on it too, NaN if all rates diverged; ``validation``; and ``diverged``, a number of rates.
-        Series ``train_loss`` and ``validation`` by epoch. If there are several rates, ``accuracy/lr=R`` at each, and
-        the series' names end on ``/lr=R`` too.
+        What `at_best_rate` returns, with the test accuracy in % at the epoch that is best on the validation split, and
+        series ``train_loss`` and ``validation``.
     """
     options = {**cell.options, **(SMOKE if cell.smoke else {})}
     data = load(cell.data, options, torch.Generator().manual_seed(cell.seed))
@@ -289,22 +287,7 @@ def recipe(cell: Cell, progress: Progress) -> Result:
         )
         return tested(model, found, data.test, guess=math.nan)
 
-    done = sweep(options["rate"], options["rates"], train, progress)
-    several = len(done) > 1
-    chosen = max(done, key=lambda name: -math.inf if done[name].diverged else done[name].validation)
-    series = [
-        (f"{key}/{name}" if several else key, values) for name in done for key, values in done[name].series.items()
-    ]
-    return Result(
-        {
-            "accuracy": done[chosen].accuracy,
-            **({f"accuracy/{name}": one.accuracy for name, one in done.items()} if several else {}),
-            "validation": done[chosen].validation,
-            "diverged": float(sum(one.diverged for one in done.values())),
-        },
-        dict(series),
-        {"chosen": chosen},
-    )
+    return at_best_rate(sweep(options["rate"], options["rates"], train, progress))
 
 
 def tested(model: nn.Module, found: Fit, test: Split, guess: float) -> Trained:

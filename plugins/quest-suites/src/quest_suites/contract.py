@@ -196,6 +196,7 @@ class Trained:
     series: dict[str, list[float]]  # name -> values by epoch
     diverged: bool = False  # whether a loss was not finite
     rate: float = math.nan  # the learning rate, which `sweep` sets
+    details: dict[str, Any] = field(default_factory=dict)  # of the training, if a result names them
 
 
 def sweep(
@@ -221,6 +222,32 @@ def sweep(
             if keep:
                 save_state(keep, done)
     return done
+
+
+def at_best_rate(done: Mapping[str, Trained]) -> Result:
+    """Return the result of a `sweep` at the rate that is best in validation; a rate that diverged is never chosen.
+
+    Returns:
+        Metrics ``accuracy``, NaN if all rates diverged, and ``validation``, at the rate that is best in validation;
+        ``diverged``, a number of rates. Series by epoch. If there are several rates, ``accuracy/lr=R`` at each, and the
+        names of series end on ``/lr=R`` too. Details ``chosen``, the name of the rate, and those of its training.
+    """
+    chosen = max(done, key=lambda name: -math.inf if done[name].diverged else done[name].validation)
+    several = len(done) > 1
+    return Result(
+        {
+            "accuracy": done[chosen].accuracy,
+            **({f"accuracy/{name}": one.accuracy for name, one in done.items()} if several else {}),
+            "validation": done[chosen].validation,
+            "diverged": float(sum(one.diverged for one in done.values())),
+        },
+        {
+            f"{key}/{name}" if several else key: values
+            for name, one in done.items()
+            for key, values in one.series.items()
+        },
+        {"chosen": chosen, **done[chosen].details},
+    )
 
 
 def over_rates(done: Mapping[str, Trained]) -> Result:

@@ -20,8 +20,10 @@ architecture as in the library; tsai's TSTPlus gets NaN there and masks it.
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +33,7 @@ from torch import Tensor, nn
 
 from quest_core.errors import ConfigError
 from quest_core.hosts.inject import inject
-from quest_suites.contract import Cell, Progress, Result, load_state, save_state
+from quest_suites.contract import Cell, Progress, Result, Trained, at_best_rate, load_state, save_state, sweep
 
 from .data import find, read
 
@@ -89,7 +91,34 @@ def sinusoids(length: int, width: int) -> Tensor:
 
 
 def run_uea(cell: Cell, progress: Progress) -> Result:
-    """Train and evaluate one dataset with one attention and one seed.
+    """Train and evaluate one dataset with one attention and one seed, at one learning rate or at several.
+
+    Returns:
+        What `train` returns for one rate; else what `at_best_rate` returns, with the series and details of `train`.
+    """
+    if cell.options["rates"] == 1:
+        return train(cell, progress)
+    if cell.options["select"] != "validation":
+        raise ConfigError(
+            f"several rates need select=validation, which chooses one of them; found: {cell.options['select']}; fix: "
+            "leave select out, or --set rates=1"
+        )
+
+    def once(rate: float, name: str, progress: Progress) -> Trained:
+        folder = cell.workdir / name
+        folder.mkdir(exist_ok=True)
+        one = train(replace(cell, workdir=folder, options={**cell.options, "lr": rate}), progress)
+        shutil.rmtree(folder)
+        if all(map(math.isfinite, one.series["train_loss"])):
+            return Trained(one.metrics["accuracy"], max(one.series["validation"]), one.series, details=one.details)
+        return Trained(math.nan, math.nan, one.series, diverged=True, details=one.details)
+
+    rates = min(cell.options["rates"], 2) if cell.smoke else cell.options["rates"]
+    return at_best_rate(sweep(cell.options["lr"], rates, once, progress, keep=cell))
+
+
+def train(cell: Cell, progress: Progress) -> Result:
+    """Train and evaluate at the rate ``lr``.
 
     Returns:
         Metrics ``accuracy`` (on the test split, in %, of the epoch that `select` chooses), ``last_accuracy``,
