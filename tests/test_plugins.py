@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import re
 import sys
 
 import pytest
@@ -194,7 +195,9 @@ def test_commands_of_plugins_are_forwarded(install, capsys):
     assert capsys.readouterr().out == "a --flag\n"
 
 
-def test_a_shortened_option_ends_with_status_2(capsys):
+@pytest.mark.parametrize("words", ["doctor --time 6", "watch --ever 3 train.py", "run --atention quest main.py"])
+def test_an_unknown_option_ends_with_status_2_and_the_usage_of_its_command(words, capsys):
     with pytest.raises(SystemExit, match="2"):
-        cli.main(["doctor", "--time", "6"])
-    assert "unrecognized arguments: --time 6" in capsys.readouterr().err
+        cli.main(words.split())
+    command, option = words.split()[:2]
+    assert re.match(rf"usage: quest {command} .*unrecognized arguments: {option}", capsys.readouterr().err, re.DOTALL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
@@ -44,20 +44,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    others = {point.name: point for point in entry_points(group="quest.commands") if point.name not in COMMANDS}
+    points = {point.name: point for point in entry_points(group="quest.commands")}
+    parser, own = parsers(points)
     command = arguments[0] if arguments else ""
-    if command in others:
-        return int(others[command].load()(arguments[1:]))
+    if command in points and command not in own:
+        return int(points[command].load()(arguments[1:]))
     if command == "bench":
         raise QuestError("`quest bench` is a package of its own; pip install quest-bench quest-suites")
-    if command and not command.startswith("-") and command not in COMMANDS:
-        raise QuestError(f"no command '{command}'; {one_of(command, [*COMMANDS, *others])}")
-    chosen = _parser(others).parse_args(arguments)
-    return COMMANDS[chosen.command](chosen)
+    if command and not command.startswith("-") and command not in own:
+        raise QuestError(f"no command '{command}'; {one_of(command, [*own, *points])}")
+    chosen, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        own[chosen.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    action: Callable[[argparse.Namespace], int] = chosen.action
+    return action(chosen)
 
 
-def _parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
-    """Return the parser of our own commands, whose help lists the commands of other packages too."""
+def parsers(points: Mapping[str, EntryPoint]) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the parser of `quest`, whose help lists commands of other packages too, and those of our own by name."""
     parser = argparse.ArgumentParser(
         prog="quest",
         description="QUEST attention and its relatives, in the frameworks you already train with.",
@@ -67,36 +71,38 @@ def _parser(others: dict[str, EntryPoint]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"quest-core {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
-    def add(name: str, words: str) -> argparse.ArgumentParser:
-        return commands.add_parser(name, help=words, description=words, allow_abbrev=False)
+    def add(name: str, words: str, action: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        one: argparse.ArgumentParser = commands.add_parser(name, help=words, description=words, allow_abbrev=False)
+        one.set_defaults(action=action)
+        return one
 
-    add("list", "every mechanism, with its formula, options and source")
-    test = add("check", "explain an attention, or test a mechanism")
+    add("list", "every mechanism, with its formula, options and source", lambda _: mechanisms.show())
+    test = add(
+        "check",
+        "explain an attention, or test a mechanism",
+        lambda given: mechanisms.check(given.mechanism) if given.mechanism else mechanisms.explain(given.attention),
+    )
     what = test.add_mutually_exclusive_group(required=True)
     what.add_argument("attention", nargs="?", help="a name, name(key=value) or JSON, as in a framework's config")
     what.add_argument("--mechanism", metavar="ATTENTION", help="test what this mechanism declares")
-    examine = add("doctor", "which plugins work here, and how to fix the others")
+    examine = add(
+        "doctor", "which plugins work here, and how to fix the others", lambda given: doctor.main(given.timeout)
+    )
     examine.add_argument("--timeout", metavar="SECONDS", type=float, default=60, help="per import (default: 60)")
     start.add_parsers(commands)
     for kind in EXAMPLES:
-        copied = add(f"new-{kind}", f"copy an example of a {kind}, with tests that pass")
+        copied = add(
+            f"new-{kind}",
+            f"copy an example of a {kind}, with tests that pass",
+            lambda given: new(given.kind, given.name, given.out),
+        )
         copied.add_argument("name", metavar="NAME", help="the new distribution is quest-NAME")
         copied.add_argument("--out", metavar="DIR", type=Path, default=Path(), help="where it is made (default: here)")
-    for name, point in others.items():
-        summary = point.dist.metadata["Summary"] if point.dist else point.value
-        add(name, f"{summary} (quest {name} --help)".replace("%", "%%"))
-    return parser
-
-
-COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "list": lambda _: mechanisms.show(),
-    "check": lambda given: (
-        mechanisms.check(given.mechanism) if given.mechanism else mechanisms.explain(given.attention)
-    ),
-    "doctor": lambda given: doctor.main(given.timeout),
-    "run": start.run,
-    "watch": start.look,
-    "maps": start.look,
-    "new-mechanism": lambda given: new("mechanism", given.name, given.out),
-    "new-plugin": lambda given: new("plugin", given.name, given.out),
-}
+        copied.set_defaults(kind=kind)
+    own = dict(commands.choices)
+    for name, point in points.items():
+        if name not in own:
+            summary = point.dist.metadata["Summary"] if point.dist else point.value
+            words = f"{summary} (quest {name} --help)".replace("%", "%%")
+            commands.add_parser(name, help=words)
+    return parser, own

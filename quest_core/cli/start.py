@@ -101,6 +101,7 @@ def add_parsers(commands: Any) -> None:
         # All words from the first that is not ours belong to the command.
         parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
         parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+        parser.set_defaults(action=run if name == "run" else look)
 
 
 def command_of(given: argparse.Namespace) -> list[str]:

@@ -110,23 +110,22 @@ def ls(
     if suite and not shown:
         shown = {(one := suite_of(available, suite)).name: one}
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("suite", "tasks", "metric", "data", "plugin"):
+    for heading in ("suite", "metric", "data", "plugin"):
         table.add_column(heading, overflow="fold", no_wrap=heading == "suite")  # names are there to be copied
     for one in shown.values():
         record = one.record
-        data = "needs --data" if one.data_required else "--data optional" if one.data else "brought along"
         table.add_row(
             Text(one.name, style="cyan"),
-            ", ".join(one.tasks),
             one.measured,
-            data,
+            "needed" if one.data_required else "optional" if one.data else "included",
             Text(f"{record.name}: {record.status}", style="green" if record.status == "ok" else "red"),
         )
     console.print(table if shown else "no suite is installed; fix: pip install quest-suites")
     for one in shown.values():
         console.print(f"\n[cyan]{one.name}[/]  {one.summary}")
+        console.print(Text(f"tasks: {', '.join(one.tasks)}"))
         if one.data:
-            console.print(Text(f"data: {one.data}"))
+            console.print(Text(f"--data: {one.data}"))
         grid = Table.grid(padding=(0, 2))
         for option in one.options.values():
             choices = f" (one of {', '.join(map(str, option['choices']))})" if option.get("choices") else ""
