@@ -59,7 +59,7 @@ def run(cell: Cell, progress: Progress) -> Result:
         raise ConfigError(f"option pairs is {pairs}; a sequence of {CONTEXT} tokens holds at most {CONTEXT // 4}")
     if options["vocabulary"] < 2 * (pairs + 1):
         raise ConfigError(f"option vocabulary is {options['vocabulary']}; {pairs} pairs need {2 * (pairs + 1)} or more")
-    options |= {"heads": options["width"] // head, "layers": 1}
+    options |= {"heads": options["width"] // head}
     draw = torch.Generator().manual_seed(cell.seed)
     splits = [sequences(options[count], pairs, options["vocabulary"], draw) for count in ("train", "test", "test")]
     return learn(cell, options, splits, lambda: RecallModel(cell.attention, options), progress)

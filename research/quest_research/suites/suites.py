@@ -113,7 +113,7 @@ RECALL_OPTIONS = [
     *_options(train=10000, test=1000, epochs=1, batch=32),
     whole("pairs", 16, "keys with their values in a sequence"),
     whole("vocabulary", 256, "tokens: keys in the first half, values in the second"),
-    *_options(width=64, rates=4, lowest=0.001, weight_decay=0.01),
+    *_options(width=64, layers=1, rates=4, lowest=0.001, weight_decay=0.01),
 ]
 MAD_OPTIONS = _options(
     train=25600, test=1000, epochs=1, batch=32, width=32, heads=2, layers=2, rates=3, lowest=0.001, weight_decay=0.01
