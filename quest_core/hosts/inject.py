@@ -374,7 +374,7 @@ def uninject(model: nn.Module) -> nn.Module:
         The same model.
 
     Raises:
-        InjectionError: nothing was injected; projections were made smaller (gqa, mqa, aft-conv), and those of the host
+        InjectionError: nothing was injected; projections were made smaller (groupings, aft-conv), and those of the host
             were not kept; they are parametrized (weight_norm) since; or a Monitor watches. The model is not changed.
     """
     changed: dict[nn.Module, Former] = {m: vars(m)[FORMER] for m in model.modules() if FORMER in vars(m)}
