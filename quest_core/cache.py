@@ -43,7 +43,7 @@ class Cache:
         self.max_length = max_length
         self.tokens = 0
         self._memory: dict[str, Tensor] = {}  # [B, G, capacity, D], of which the first `tokens` are filled
-        self._states: dict[str, Tensor] = {}
+        self.states: dict[str, Tensor] = {}  # a step puts a new dict in its place
         self._attention: object = ""
         self._owner: Any = None  # the mechanism whose tokens these are
         self._shapes: dict[str, tuple[int, int, int, torch.dtype, torch.device]] = {}
@@ -53,13 +53,13 @@ class Cache:
         return self.tokens
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._states[name] if name in self._states else self._memory[name][:, :, : self.tokens]
+        return self.states[name] if name in self.states else self._memory[name][:, :, : self.tokens]
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        self._states[name] = value
+        self.states = {**self.states, name: value}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._states or (name in self._memory and self.tokens > 0)
+        return name in self.states or (name in self._memory and self.tokens > 0)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_owner": None}  # a copy may belong to a copy of the layer
@@ -139,7 +139,7 @@ class Cache:
                 torch.index_select(old, 0, rows, out=memories[name][:, :, : self.tokens])
             else:
                 memories[name] = old.index_select(0, rows)
-        self._states = {name: x.index_select(0, rows) for name, x in self._states.items()}
+        self.states = {name: x.index_select(0, rows) for name, x in self.states.items()}
         self._memory = memories
         self._shapes = {name: (rows.shape[0], *shape[1:]) for name, shape in self._shapes.items()}
 
@@ -152,13 +152,13 @@ class Cache:
         """
         if not 0 <= tokens <= self.tokens:
             raise InputError(f"crop({tokens}): the cache holds {self.tokens} tokens; choose 0 to {self.tokens}")
-        if self._states and 0 < tokens < self.tokens:
+        if self.states and 0 < tokens < self.tokens:
             raise UnsupportedError(
                 f"crop({tokens}): attention '{self._attention}' keeps sums over all {self.tokens} tokens; keep a "
                 f"copy() of the cache at {tokens} tokens, or crop(0) and decode again"
             )
         if tokens == 0:
-            self._states = {}
+            self.states = {}
         if not self._in_place:  # no step may write into what is part of a graph
             self._memory = {name: x[:, :, :tokens] for name, x in self._memory.items()}
         self.tokens = tokens
@@ -170,11 +170,11 @@ class Cache:
     def copy(self) -> Cache:
         """Return an independent copy: steps of one do not change the other."""
         made = copy.copy(self)
-        tensors = [*self._memory.values(), *self._states.values()]
+        tensors = [*self._memory.values(), *self.states.values()]
         made.reorder(torch.arange(len(tensors[0]) if tensors else 0, device=tensors[0].device if tensors else None))
         return made
 
     @property
     def nbytes(self) -> int:
         """The bytes of memory held, including what is allocated for later tokens."""
-        return sum(x.numel() * x.element_size() for x in (*self._memory.values(), *self._states.values()))
+        return sum(x.numel() * x.element_size() for x in (*self._memory.values(), *self.states.values()))

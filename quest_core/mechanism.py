@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from . import registry
 from .cache import Cache
 from .checkpoints import CheckpointGuard
 from .compat import (
@@ -285,7 +286,12 @@ class Mechanism(CheckpointGuard):
             key_mask = self._key_mask(mask)  # [B or 1, M or 1]
             if key_mask is not None and key_mask.shape[1] > 1:
                 key_mask = key_mask[:, cache.tokens :]
-            out: Tensor = self.family(q, k, v, key_mask=key_mask, is_causal=True, cache=cache)
+            before = cache.states
+            try:
+                out: Tensor = self.family(q, k, v, key_mask=key_mask, is_causal=True, cache=cache)
+            except BaseException:
+                cache.states = before
+                raise
         else:
             normalizer, q, k, v, scale = self._prepare(q, k, v, mask, True, cache=cache, x=x)
             how = {"scale": scale, "dropout_p": dropout_p, "grouped": self._shares}
@@ -576,7 +582,7 @@ def _place(given: Any) -> str:
     if type(given) is tuple and all(type(item) is tuple for item in given):  # of `_items`
         given = dict(given)
     given = given if isinstance(given, str) else AttentionConfig.parse(given)
-    name, made = _attribute(str(given)), _SHARED.__dict__
+    name, made = _attribute(f"{registry.registrations} {given}"), _SHARED.__dict__
     if name not in made:
         new = Mechanism(given).eval()
         with _ONE_AT_A_TIME:

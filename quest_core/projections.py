@@ -235,8 +235,10 @@ def init_norms(model: nn.Module) -> None:
         UnsupportedError: weights are parametrized, have no values yet (meta device), or are zeros; nothing has changed.
     """
     parts = [part for part in model.modules() if isinstance(part, Projected)]
-    for part, factors in [(part, norm_factors(part)) for part in parts]:
-        for role, factor in factors.items():
+    for part in parts:
+        norm_factors(part)  # raises before anything changes
+    for part in parts:
+        for role, factor in norm_factors(part).items():  # again: an earlier part may share the projection
             part.projections.scale(part, part.head_sizes, role, factor)
 
 

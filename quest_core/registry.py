@@ -179,6 +179,7 @@ class Component(nn.Module):
 C = TypeVar("C", bound=type[Component])
 _NAME = re.compile(r"[A-Za-z][\w.-]*", re.ASCII)
 _mechanisms: dict[str, type[Component]] = {}
+registrations = 0  # how many there were; what was made by name before the latest may be of another class
 
 
 def register(name: str, *, source: str, options: tuple[Option, ...] = ()) -> Callable[[C], C]:
@@ -212,6 +213,8 @@ def register(name: str, *, source: str, options: tuple[Option, ...] = ()) -> Cal
                 raise ConfigError(
                     f"{_path(cls)}: name '{name}' is taken by '{other.name}' of {_path(other)}; choose another"
                 )
+        global registrations
+        registrations += 1
         cls.name, cls.source, cls.options = name, source, options
         _mechanisms[name] = cls
         return cls

@@ -272,6 +272,24 @@ def test_more_tokens_than_max_length_are_refused(attention):
     assert len(cache) == 5
 
 
+@pytest.mark.parametrize("first", [0, 4])
+@pytest.mark.parametrize("attention", KEPT + SUMMED)
+def test_a_step_that_raised_can_be_taken_again(attention, first):
+    """A hook that raises stands for an interrupt or for too little memory, at the end of the first layer's step."""
+    model, caches, x = Stack(attention), [Cache(), Cache()], torch.randn(2, 8, 16, dtype=torch.float64)
+    taken = steps(model, x[:, :first], caches, [first]) if first else x[:, :0]
+    mechanism = model.layers[0].mechanism
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    hook = (mechanism.family or mechanism.normalizer).register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        model(x[:, first:], caches)
+    hook.remove()
+    close(torch.cat([taken, model(x[:, first:], caches)], 1), model(x))
+
+
 @pytest.mark.parametrize("attention", ["quest", "linear", "aft-local", "elliptical"])
 def test_other_tensors_are_refused_by_both_values(attention):
     made = Stack(attention).layers[0].mechanism

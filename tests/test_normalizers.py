@@ -129,3 +129,23 @@ def test_long_sequences_form_no_matrix_of_weights(spec, masked, monkeypatch):
         largest.append(seen.elements)
     assert largest[1] == 2 * blocks.BLOCK_ROWS * 1024  # a block of one width, and nothing larger
     assert largest[1] == 2 * largest[0]
+
+
+@pytest.mark.parametrize("kind", ["additive", "boolean", "padding"])
+@pytest.mark.parametrize("spec", ["standard", "quest", "quest+sigmoid", "quest+sinkhorn"])
+def test_logits_of_an_earlier_layer_leave_the_gradients_of_blind_rows_finite(spec, kind):
+    """RealFormer's residual: the logits of a row that sees no key are -inf in the next layer too."""
+    mechanism, tensors = quest_core.Mechanism(spec), [torch.randn(2, 2, 4, 8, requires_grad=True) for _ in range(3)]
+    mask = torch.zeros(2, 1, 4, 4)
+    mask[0, :, 0] = -math.inf
+    if kind == "padding":  # of the first two keys, so that the first two causal rows see nothing
+        mask = torch.zeros(2, 1, 1, 4)
+        mask[0, ..., :2] = -math.inf
+    mask = mask == 0 if kind == "boolean" else mask
+    logits = None
+    for _ in range(2):
+        causal = kind == "padding" and spec not in ("quest+sinkhorn",)
+        out, _, logits = mechanism.forward_with_logits(*tensors, attn_mask=mask, is_causal=causal, residual=logits)
+    out.sum().backward()
+    assert out.isfinite().all()
+    assert all(x.grad.isfinite().all() for x in tensors)

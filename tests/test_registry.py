@@ -42,6 +42,25 @@ def test_a_package_adds_a_mechanism(package, capsys):
     assert "From quest-cosine 1.2\n  cosine10         10 cos(q, k)" in capsys.readouterr().out
 
 
+def test_a_mechanism_that_is_registered_again_is_computed_anew():
+    """As a cell of a notebook that is changed and runs twice."""
+    q, k, v = torch.randn(3, 1, 2, 4, 8)
+
+    def cell(factor):
+        @quest_core.register("of_a_cell", source="this test")
+        class OfACell(quest_core.Score):
+            causal = cross = True
+
+            def query(self, q):
+                return factor * q
+
+        return quest_core.attention(q, k, v, "of_a_cell")
+
+    with temporary():
+        assert not torch.equal(cell(2.0), cell(3.0))
+        torch.testing.assert_close(cell(3.0), quest_core.Mechanism("of_a_cell")(q, k, v))
+
+
 @pytest.mark.parametrize(
     ("source", "cause"),
     [

@@ -15,6 +15,7 @@ import quest_core
 from devtools.configs import with_start
 from quest_core import MultiheadAttention
 from quest_core.errors import CheckpointError, ConfigError, InjectionError
+from quest_core.projections import init_norms
 
 
 def norms(part, role):
@@ -97,6 +98,16 @@ def test_trained_weights_of_another_attention_are_refused(attention_from):
         model.load_state_dict(encoder().state_dict())
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     model.load_state_dict(quest_core.inject(encoder(), "quest")[0].state_dict())  # of a run with or without it
+
+
+def test_a_shared_projection_is_scaled_once():
+    layers = nn.ModuleList(MultiheadAttention(32, 4, attention="quest(init=7)") for _ in range(2))
+    layers[1].in_proj_weight = layers[0].in_proj_weight
+    with torch.no_grad():
+        layers[0].in_proj_weight.normal_()
+    for _ in range(2):
+        init_norms(layers)
+        assert norms(layers[1], "q").tolist() == pytest.approx([7.0] * 4)
 
 
 def test_a_function_has_no_start():

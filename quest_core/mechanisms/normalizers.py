@@ -83,11 +83,8 @@ class Softmax(Normalizer):
             return logits.softmax(-1)
         seen = visible(mask)
         blind = ~seen.any(-1, keepdim=True).expand_as(logits)  # rows with no visible key; expanded as in `expand_mask`
-        if mask.dtype == torch.bool:
-            logits = logits.masked_fill(~(seen | blind), -math.inf)
-        else:
-            logits = logits + mask.masked_fill(blind, 0)
-        return logits.softmax(-1).masked_fill(blind, 0)
+        logits = logits.masked_fill(~seen, -math.inf) if mask.dtype == torch.bool else logits + mask
+        return logits.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
 
     def reference(self, logits: Tensor, seen: Tensor) -> Tensor:
         return naive.softmax(logits, seen)

@@ -106,6 +106,12 @@ def test_softmax_lies_between():
         torch.testing.assert_close(made(q, k, v), want, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["entmax", "softpick"])
+def test_no_keys_give_zeros(name):
+    q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 0, 8), torch.randn(1, 2, 0, 8)
+    assert torch.equal(quest_core.attention(q, k, v, name), torch.zeros(1, 2, 3, 8))
+
+
 def test_an_alpha_beyond_sparsemax_is_an_error():
     with pytest.raises(quest_core.ConfigError, match="alpha is 2.5; expected 1.05 to 2"):
         quest_core.Mechanism("entmax(alpha=2.5)")

@@ -180,15 +180,18 @@ class Attention(HostAttention, MultiheadAttention):
         else:
             cache = Cache()
             self._set_input_buffer(state, {"cache": cache})
-        mask = None
+        real = mask = None
         if padding is not None or "real" in cache:
             batch, tokens = q.shape[0], q.shape[2]
             earlier = cache["real"] if "real" in cache else q.new_ones(batch, len(cache), dtype=torch.bool)
             new = q.new_ones(batch, tokens, dtype=torch.bool) if padding is None else ~padding.bool()
-            cache["real"] = torch.cat([earlier, new], dim=1)  # [B, tokens so far]
-            mask = cache["real"][:, None, None]
+            real = torch.cat([earlier, new], dim=1)  # [B, tokens so far]
+            mask = real[:, None, None]
         k, v = (self._split(made, self.kv_heads) for made in (self.k_proj(given[0]), self.v_proj(given[1])))
-        return self.mechanism.decode(q, k, v, cache, attn_mask=mask, dropout_p=dropout_p)
+        out = self.mechanism.decode(q, k, v, cache, attn_mask=mask, dropout_p=dropout_p)
+        if real is not None:
+            cache["real"] = real
+        return out
 
     def reorder_incremental_state(self, incremental_state: State, new_order: Tensor) -> State | None:
         """Keep the samples `new_order` [B'], which a beam search has chosen."""
