@@ -234,6 +234,13 @@ def test_a_trace_exported_to_onnx_takes_any_length(spec, causal):
         torch.testing.assert_close(found, module(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("spec", ["quest", "quest+sigmoid", "quest+sinkhorn"])
+def test_a_trace_warns_of_nothing_that_it_fixes(spec):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", torch.jit.TracerWarning)
+        torch.jit.trace(CausalOrNot(spec, False), torch.randn(2, 9, 16), check_trace=False)
+
+
 @pytest.mark.parametrize("spec", ["quest+sigmoid", "cosine", "aft-conv(grid=3x3)", "linear"])
 def test_a_trace_that_would_fix_the_number_of_keys_is_not_exported(spec):
     with pytest.raises(UnsupportedError, match="counts its keys, and torch.onnx.export"):
