@@ -37,7 +37,7 @@ LOST = plugins.Plugin("lost", "quest-lost", "1.0", ("no_such_host",), "quest_los
 
 def parse(arguments):
     """What `quest run` understands of its arguments."""
-    return cli._parser({}).parse_args(["run", *arguments])
+    return cli.parsers({})[0].parse_args(["run", *arguments])
 
 
 @pytest.fixture
