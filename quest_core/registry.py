@@ -179,7 +179,7 @@ class Component(nn.Module):
 C = TypeVar("C", bound=type[Component])
 _NAME = re.compile(r"[A-Za-z][\w.-]*", re.ASCII)
 _mechanisms: dict[str, type[Component]] = {}
-registrations = 0  # how many there were; what was made by name before the latest may be of another class
+registrations = 0  # their number; a mechanism that was built by name before the latest may be of an old class
 
 
 def register(name: str, *, source: str, options: tuple[Option, ...] = ()) -> Callable[[C], C]:

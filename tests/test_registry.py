@@ -42,7 +42,7 @@ def test_a_package_adds_a_mechanism(package, capsys):
     assert "From quest-cosine 1.2\n  cosine10         10 cos(q, k)" in capsys.readouterr().out
 
 
-def test_a_mechanism_that_is_registered_again_is_computed_anew():
+def test_a_mechanism_that_is_registered_again_has_its_new_formula():
     """As a cell of a notebook that is changed and runs twice."""
     q, k, v = torch.randn(3, 1, 2, 4, 8)
 

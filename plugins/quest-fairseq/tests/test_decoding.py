@@ -165,6 +165,27 @@ def test_padded_steps_are_not_attended_to(attention):
     torch.testing.assert_close(torch.stack(got, 1), want, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("attention", ["quest", "linear"])
+def test_a_padded_step_that_raised_can_be_taken_again(attention):
+    model = trained("quest_transformer_lm", attention, *LM, "--no-token-positional-embeddings")
+    mechanism = model.decoder.layers[0].self_attn.mechanism
+    tokens = torch.randint(4, 20, (2, 5))
+    tokens[0, 2] = 1
+    state = {}
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        for end in range(5):
+            hook = (mechanism.family or mechanism.normalizer).register_forward_hook(stop)
+            with pytest.raises(KeyboardInterrupt):
+                model(tokens[:, : end + 1], incremental_state=state)
+            hook.remove()
+            got = model(tokens[:, : end + 1], incremental_state=state)[0][:, -1]
+            torch.testing.assert_close(got, model(tokens[:, : end + 1])[0][:, -1], rtol=1e-9, atol=1e-9)
+
+
 def test_elliptical_layers_follow_each_other_within_their_stack():
     model = build("quest_transformer", "--attention", "elliptical", *MT)
     first = [name for name, m in model.named_modules() if isinstance(m, Elliptical) and m._previous == (None,)]

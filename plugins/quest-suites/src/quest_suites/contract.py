@@ -225,7 +225,7 @@ def sweep(
 
 
 def at_best_rate(done: Mapping[str, Trained]) -> Result:
-    """Return the result of a `sweep` at the rate that is best in validation; a rate that diverged is never chosen.
+    """Return the result of a `sweep` at the rate that is best in validation, the first of equals that did not diverge.
 
     Returns:
         Metrics ``accuracy``, NaN if all rates diverged, and ``validation``, at the rate that is best in validation;
