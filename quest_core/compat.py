@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx import Proxy
 from torch.nn.modules.module import _global_backward_hooks as _backward_hooks
@@ -194,6 +195,11 @@ def may_read(x: Tensor, *, waits: bool = False) -> bool:
     """Return whether eager code may branch on the numbers in `x`: it has some, and waits for a GPU only if `waits`."""
     near = x.is_cpu or (waits and not x.is_meta and not (x.is_cuda and torch.cuda.is_current_stream_capturing()))
     return not _modes() and near and type(x) in (Tensor, nn.Parameter) and not _is_batched(x) and x.numel() > 0
+
+
+def has_numbers(x: Tensor) -> bool:
+    """Return whether `x` is more than a shape, as tensors of FakeTensorMode and of the meta device are."""
+    return not (x.is_meta or isinstance(x, FakeTensor))
 
 
 _answers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> question -> its latest view and the answer

@@ -135,9 +135,11 @@ def test_threads_do_not_see_each_others_values():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("near", [1, 1e-2])
 @pytest.mark.parametrize(("reentrant", "training"), [(False, True), (True, True), (False, False)])
-def test_only_the_latest_forward_pass_is_recomputed(reentrant, training):
+def test_only_the_latest_forward_pass_is_recomputed(reentrant, training, near):
     inputs, model = torch.randn(2, 2, 5, 16), encoder("elliptical").train(training)
+    inputs[1] = inputs[0] + near * inputs[1]
 
     def run(x, recompute=True):
         x = x.clone().requires_grad_()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from allocations import Largest
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import quest_core
 from quest_core import ConfigError, InjectionError, Monitor
@@ -387,6 +388,17 @@ def test_recomputation_is_not_counted_twice():
         q.requires_grad_(True)
         torch.utils.checkpoint.checkpoint(m, q, k, v, use_reentrant=False).sum().backward()
     assert monitor.layers["mechanism"].calls == 2
+
+
+def test_forward_passes_without_numbers_are_not_counted():
+    attention = quest_core.Attention(8, 2, "quest")
+    monitor, x = Monitor(attention), torch.randn(2, 4, 8)
+    attention(x)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        attention(torch.empty(2, 4, 8))
+    seen = monitor.collect()
+    attention(x)
+    assert seen == monitor.collect()
 
 
 def test_state_dicts_copies_and_pickles_have_no_monitor():

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..compat import is_compiling_without_dynamo, is_recomputing, wider
+from ..compat import has_numbers, is_compiling_without_dynamo, is_recomputing, wider
 from ..errors import InjectionError, check_sizes
 from ..hosts.inject import REPORT, inject, uninject
 from ..mechanism import Mechanism
@@ -392,7 +392,7 @@ class Layer:
             index: the number of the query of each pair, [P].
             count: the number of queries, with those without a pair.
         """
-        if self._skips() or not len(q):
+        if self._skips(q) or not len(q):
             return
         queries = q.new_zeros(count, *q.shape[1:]).index_copy_(0, index, q)
         seen = torch.zeros(count, dtype=torch.bool, device=q.device).index_fill_(0, index, True)
@@ -437,9 +437,9 @@ class Layer:
         q, k = (x.to(wider(x.dtype)) for x in (q, k))
         return lambda samples, rows: logits(q[samples, :, rows], k[samples], scale, q.shape[1] != k.shape[1])
 
-    def _skips(self) -> bool:
-        """Count a call, and return whether it is not observed."""
-        if is_recomputing() or not (self.in_evaluation or self.mechanism.training):
+    def _skips(self, q: Tensor) -> bool:
+        """Count a call with the queries `q`, and return whether it is not observed."""
+        if not has_numbers(q) or is_recomputing() or not (self.in_evaluation or self.mechanism.training):
             return True  # recomputing: in a backward pass, activation checkpointing computes the same once more
         with self._lock:
             self.calls += PIECE.get()[0] == 0
@@ -448,7 +448,7 @@ class Layer:
     @torch.no_grad()
     def _count(self, call: Call) -> None:
         """Add a call to what was seen."""
-        if self._skips() or 0 in call.q.shape or 0 in call.k.shape:
+        if self._skips(call.q) or 0 in call.q.shape or 0 in call.k.shape:
             return
         mask = call.mask
         if (real := PIECE.get()[1]) is not None:
