@@ -83,6 +83,13 @@ def test_stages_end_where_a_mapping_of_stacks_says():
     assert [layer.score._previous[0] is not None for layer in layers] == [False, True, False, True]
 
 
+def test_values_of_another_width_are_an_error():
+    layer = quest_core.Mechanism("elliptical", num_heads=2, head_dim=4)
+    layer.score.follow(None)
+    with pytest.raises(quest_core.UnsupportedError, match="values of 4 features, found 3"):
+        layer(torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 3))
+
+
 def test_an_unlinked_layer_refuses_to_run():
     lonely = quest_core.Mechanism("elliptical", num_heads=4, head_dim=6)
     with pytest.raises(quest_core.UnsupportedError, match=r"quest_core.inject, or call quest_core.chain\(model\)"):

@@ -66,6 +66,12 @@ def test_a_decoder_with_padding_takes_a_family():
     torch.testing.assert_close(out[:1, :2], short)
 
 
+def test_queries_of_a_decoder_do_not_meet_when_they_attend_across():
+    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 4, 32, batch_first=True), 2)
+    with pytest.raises(quest_core.UnsupportedError, match="multihead_attn.*cannot be causal"):
+        quest_core.inject(decoder, lambda site: "sinkhorn" if "multihead" in site.path else "quest")
+
+
 def inputs(stock, n=5, m=7, batch=2):
     torch.manual_seed(1)
     shapes = ((n, 12), (m, stock.kdim), (m, stock.vdim))

@@ -175,6 +175,8 @@ class HostAttention(Projected):
     ) -> Tensor:
         """Return the heads' outputs side by side, [B, N, H·Dv]; `is_causal` is aligned at the last query.
 
+        In evaluation, forward hooks on `attn_drop` see the weights, as tools that draw attention maps expect.
+
         Args:
             q: [B, H, N, D].
             k, v: [B, G, M, Dk] and [B, G, M, Dv].
@@ -186,6 +188,13 @@ class HostAttention(Projected):
         how: Any = {"attn_mask": mask, "is_causal": is_causal, "dropout_p": dropout_p}
         if self.drops_weights and dropout_p > 0:
             out, _ = self.mechanism.forward_with_weights(q, k, v, **how)
+        elif not self.training and getattr(getattr(self, "attn_drop", None), "_forward_hooks", None):
+            out, weights = self.mechanism.forward_with_weights(q, k, v, **how)
+            if self.attn_drop(weights) is not weights:
+                raise UnsupportedError(
+                    f"a hook on attn_drop changes the weights of attention '{self.mechanism.config}', which the output "
+                    "was made of; expected a hook that only reads them"
+                )
         else:
             out = self.mechanism(q, k, v, **how)
         return out.transpose(-3, -2).flatten(-2)

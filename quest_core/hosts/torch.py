@@ -18,8 +18,9 @@ class TorchAttention(HostAttention, MultiheadAttention):
 
     @classmethod
     def asks(cls, host: Any, path: str, model: nn.Module) -> Capabilities:
-        cross = path.endswith("multihead_attn")  # the name that nn.TransformerDecoderLayer gives it
-        return Capabilities(cross=cross, dropout=host.dropout > 0, hands_on_input=True)
+        # The name that nn.TransformerDecoderLayer gives it; its queries may come in order, which no mask of it says.
+        cross = path.endswith("multihead_attn")
+        return Capabilities(causal=cross, cross=cross, dropout=host.dropout > 0, hands_on_input=True)
 
     @classmethod
     def adopt(cls, host: nn.Module, config: AttentionConfig, **sizes: Any) -> TorchAttention:

@@ -35,6 +35,7 @@ class Elliptical(Standard):
     sees of abs(v − v of the previous layer), divided by its largest feature; when nothing has changed it is 1. No
     gradient flows through it. A cache keeps the change of every token.
     The first layer of a chain is standard; so is the first of a stage, whose values differ in shape from those before.
+    Where a model runs a stack several times, each time begins a chain. Values must be as wide as queries.
 
     Values are handed over once, within one forward pass and one thread. Memory is O(N + M); under a mask that differs
     between queries the mean takes O(N·M), a weight per pair.
@@ -90,6 +91,11 @@ class Elliptical(Standard):
         cache: Cache | None = None,
         **how: Any,
     ) -> tuple[Tensor, Tensor, float]:
+        if v.shape[-1] != q.shape[-1]:
+            raise UnsupportedError(
+                f"elliptical attention weighs the features of queries by those of values; expected values of "
+                f"{q.shape[-1]} features, found {v.shape[-1]}"
+            )
         before = self.hand_over(v.detach())
         if before is not None:
             change = (v.detach() - before).abs()  # [B, G, M, D]

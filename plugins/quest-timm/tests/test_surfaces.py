@@ -71,6 +71,20 @@ def test_features_only(name):
     assert len(mechanisms) == len(model.attention_report.replacements)
 
 
+@pytest.mark.parametrize("attention", ["standard", "quest", "quest+gqa(kv_heads=2)"])
+def test_hooks_on_attn_drop_see_the_weights_in_evaluation(attention):
+    model, x = vit(attention=attention).eval(), torch.randn(2, 3, 32, 32)
+    before, maps = model(x), []
+    for block in model.blocks:
+        block.attn.attn_drop.register_forward_hook(lambda _module, _args, weights: maps.append(weights))
+    torch.testing.assert_close(model(x), before)
+    assert [weights.shape for weights in maps] == [(2, 4, 17, 17)] * 2
+    torch.testing.assert_close(maps[1].sum(-1), torch.ones(2, 4, 17))
+    model.blocks[0].attn.attn_drop.register_forward_hook(lambda _module, _args, weights: weights * 2)
+    with pytest.raises(quest_core.UnsupportedError, match="only reads"):
+        model(x)
+
+
 def test_forward_intermediates_and_another_image_size():
     model = vit(attention="quest", dynamic_img_size=True).eval()
     _, intermediates = model.forward_intermediates(torch.randn(1, 3, 32, 32), indices=2)

@@ -252,6 +252,34 @@ def test_a_part_of_a_model_at_hand_can_be_replaced_apart():
         other.set_attn_implementation({"": "quest"})
 
 
+@pytest.mark.parametrize("bad", ["nonsense", "flash_attention_2"])
+def test_a_name_that_the_host_refuses_leaves_the_other_parts_as_they_were(bad):
+    model = hf.CLIPModel(clip()).eval()
+    arguments = {"input_ids": torch.randint(3, 50, (2, 7)), "pixel_values": torch.randn(2, 3, 8, 8)}
+    before, keys = model(**arguments).logits_per_image, set(model.state_dict())
+    with pytest.raises((ConfigError, ImportError)):
+        model.set_attn_implementation({"text_config": "quest", "vision_config": bad})
+    assert set(model.state_dict()) == keys
+    assert model.config.text_config.attention is None
+    assert model.config.vision_config._attn_implementation == "sdpa"
+    torch.testing.assert_close(model(**arguments).logits_per_image, before)
+
+
+def test_a_host_that_says_causal_is_believed_under_a_compiler():
+    """A compiler cannot read from a mask of padding that it hides the future too."""
+    model = hf.CLIPTextModel._from_config(clip().text_config, attn_implementation="quest+sinkhorn").eval()
+    mask = torch.tensor([[0, 1, 1, 1]])
+    with pytest.raises(UnsupportedError, match="sinkhorn"):
+        torch.compile(model, backend="eager")(torch.tensor([[3, 4, 5, 6]]), attention_mask=mask)
+
+
+@pytest.mark.parametrize("attention", ["quest+sinkhorn", "quest+pgqa(kv_heads=2)"])
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_queries_of_a_decoder_do_not_meet_when_they_attend_across(name, attention):
+    with pytest.raises(UnsupportedError, match="cannot be causal"):
+        build(name).set_attn_implementation({"encoder": attention, "decoder": "quest", "cross": attention})
+
+
 SEQUENCES = [
     ("quest", "standard", "sdpa", "eager"),
     ("quest", "quest(scale=2)", "eager", "standard"),

@@ -17,7 +17,7 @@ from quest_core.mechanism import head_sizes
 from quest_core.projections import Projected
 
 from . import configs, surfaces
-from .anatomy import Anatomy, examine, is_attention, regroups, turns, unscalable
+from .anatomy import Anatomy, examine, is_attention, regroups, takes_cache, turns, unscalable
 from .examples import Example
 from .layers import NAMES, View, prepares, replace, unknown_keywords
 
@@ -148,8 +148,9 @@ class TransformersAdapter(Adapter):
 
 
 def _capabilities(anatomy: Anatomy, module: nn.Module) -> Capabilities:
+    ordered = getattr(module, "is_decoder", False) or takes_cache(module)  # tokens of a decoder that attend across
     return Capabilities(
-        causal=anatomy.role == "decoder",
+        causal=anatomy.role == "decoder" or (anatomy.role == "cross" and ordered),
         cross=anatomy.role == "cross",
         cached=anatomy.role == "decoder",
         dropout=anatomy.dropout > 0,

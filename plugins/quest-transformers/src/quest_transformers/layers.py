@@ -331,6 +331,7 @@ def attend_instead(
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     implied = n > 1 and attention_mask is None and causal
+    mechanism.refuse_future(None, n > 1 and is_causal is True)  # a compiler cannot read it from the mask
     if implied and m > n:  # a static cache holds room for tokens to come
         key, value, m = key[:, :, :n], value[:, :, :n], n
         position_bias = None if position_bias is None else position_bias[..., :n]

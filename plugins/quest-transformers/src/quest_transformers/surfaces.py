@@ -194,16 +194,25 @@ def _inject_instead(
     **options: Any,
 ) -> None:
     """Change the attention function of a model, or inject."""
+    from transformers.modeling_utils import PreTrainedModel
+
     given = as_text(model.config, attn_implementation)
     choice, parts = parse(given), dict[str, Choice]()
     if isinstance(given, Mapping):
         parts, given = _chosen_parts(model, given)
     elif choice is None and model.config._attn_implementation in NAMES:
         raise _refusal(model.config, given)
-    if choice is not None or parts:
-        fulfil(adapter, model, fresh=False, choice=choice, parts=parts, allow_partial=allow_partial)
-    if choice is None and given != {}:
-        stock(model, given, *arguments, **options)
+    configs = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
+    functions = [config._attn_implementation for config in configs]
+    try:
+        if choice is None and given != {}:
+            stock(model, given, *arguments, **options)
+        if choice is not None or parts:
+            fulfil(adapter, model, fresh=False, choice=choice, parts=parts, allow_partial=allow_partial)
+    except BaseException:
+        for config, function in zip(configs, functions, strict=True):
+            config._attn_implementation_internal = function  # of this config, not of its parts
+        raise
     if report := vars(model).get(REPORT):
         ours = (site for site in adapter.sites(model) if hasattr(site.module, "mechanism"))
         kernels = {site.path: adapter.kernel(site, site.module) for site in ours}
