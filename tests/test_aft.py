@@ -229,7 +229,8 @@ def test_operators_keep_their_contracts(window, table):
     k, v, left, right = (torch.randn(shape, requires_grad=True) for shape in ((6, 4), (6, 4), (6, 2), (6, 2)))
     bias = (torch.randn(6, 6, requires_grad=True), None) if table else (left, right)
     torch.library.opcheck(aft_ops.aft_biased, (k, v, *bias, True, window))
-    torch.library.opcheck(aft_ops.aft_biased, (k, v, None, None, True, 1))
+    none = torch.empty(6, 0)
+    torch.library.opcheck(aft_ops.aft_biased, (k, v, none, none, True, 1))
 
 
 def test_starting_values_are_those_of_the_specification():

@@ -29,7 +29,7 @@ _WINDOW = Option("window", int, 32, "the bias counts at distances smaller than t
 
 
 def averages(
-    name: str, keys: Tensor, values: Tensor, left: Tensor | None, right: Tensor | None, causal: bool, window: int
+    name: str, keys: Tensor, values: Tensor, left: Tensor, right: Tensor | None, causal: bool, window: int
 ) -> Tensor:
     """Return `aft_biased` of keys and values [B, H, M, D] as [B, H, N, D].
 
@@ -43,8 +43,8 @@ def averages(
         )
     # [T, B·H·D]: no copy for one sample as its projection left it.
     k, v = (x.permute(2, 0, 1, 3).reshape(x.shape[2], -1) for x in (keys, values))
-    w = [x if x is None else x.to(k.dtype) for x in (left, right)]
-    y: Tensor = aft_biased(k, v, *w, causal, window)[0]  # [N, B·H·D]
+    right = None if right is None else right.to(k.dtype)
+    y: Tensor = aft_biased(k, v, left.to(k.dtype), right, causal, window)[0]  # [N, B·H·D]
     return y.reshape(y.shape[0], *values.shape[:2], values.shape[3]).permute(1, 2, 0, 3)
 
 
@@ -143,7 +143,8 @@ class AttentionFreeSimple(AttentionFree):
     @staticmethod
     def _running(keys: Tensor, values: Tensor) -> Tensor:
         """Return the average up to each token, [B, H, T, D]."""
-        return averages("aft-simple(is_causal=True)", keys, values, None, None, True, 1)
+        none = keys.new_empty(keys.shape[2], 0)  # no features of positions, so w = 0
+        return averages("aft-simple(is_causal=True)", keys, values, none, none, True, 1)
 
 
 @register("aft-full", source="[A] eq. 2, 7", options=(_LENGTH, _RANK, QUERY))

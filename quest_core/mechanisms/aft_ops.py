@@ -112,12 +112,10 @@ def _finish(numerator: Tensor, total: Tensor, top: Tensor) -> tuple[Tensor, Tens
 class _Blocks:
     """The N×M biases in blocks of queries; `before` and `after` are the keys that a block meets without a bias."""
 
-    def __init__(
-        self, k: Tensor, v: Tensor, left: Tensor | None, right: Tensor | None, causal: bool, window: int
-    ) -> None:
+    def __init__(self, k: Tensor, v: Tensor, left: Tensor, right: Tensor | None, causal: bool, window: int) -> None:
         self.k, self.left, self.right, self.causal, self.window = k, left, right, causal, window
         self.s = torch.stack([v, torch.ones_like(v)], 1)  # [M, 2, C]
-        n, m = (k if left is None else left).shape[0], k.shape[0]
+        n, m = left.shape[0], k.shape[0]
         self.n, self.offset = n, m - n if causal else 0  # position of the first query among the keys
         step = max(1, min(ROWS, max(NARROW, window or ROWS), ELEMENTS // m))
         self.rows = [slice(start, min(start + step, n)) for start in range(0, n, step)]
@@ -156,10 +154,7 @@ class _Blocks:
         for i, (rows, near) in enumerate(zip(self.rows, self.near, strict=True)):
             pairs = [*before[i : i + 1], (self.k[near], self.s[near]), *after[i : i + 1]]
             m, s = (torch.cat(x) if len(x) > 1 else x[0] for x in zip(*pairs, strict=True))
-            if self.left is None:
-                w = self.k.new_zeros(rows.stop - rows.start, near.stop - near.start)
-            else:
-                w = self.left[rows, near] if self.right is None else self.left[rows] @ self.right[near].T
+            w = self.left[rows, near] if self.right is None else self.left[rows] @ self.right[near].T
             ahead = self.ahead(rows, near)
             if self.window:
                 w = F.pad(w.masked_fill(ahead.abs() >= self.window, 0), (1, len(after) > 0))
@@ -189,19 +184,18 @@ class _Blocks:
 @torch.library.custom_op(
     "quest::aft_biased",
     mutates_args=(),
-    schema="(Tensor k, Tensor v, Tensor? left, Tensor? right, bool causal, int window) "
+    schema="(Tensor k, Tensor v, Tensor left, Tensor? right, bool causal, int window) "
     "-> (Tensor average, Tensor log_normalizer)",
 )
 def aft_biased(
-    k: Tensor, v: Tensor, left: Tensor | None, right: Tensor | None, causal: bool, window: int
+    k: Tensor, v: Tensor, left: Tensor, right: Tensor | None, causal: bool, window: int
 ) -> tuple[Tensor, Tensor]:
     """Return the average of v weighted by exp(k_t' + w_tt') for each query and feature, and its log normalizer.
 
     Args:
         k: [M, C]; a key of −inf is invisible. M is at least 1.
         v: [M, C].
-        left: [N, r] and right: [M, r], with w = left rightᵀ; or left: [N, M], w itself, and no right; or neither,
-            with w = 0 and N = M.
+        left: [N, r] and right: [M, r], with w = left rightᵀ; or left: [N, M], w itself, and no right.
         causal: query i sees keys j ≤ i + M − N; M must not be smaller than N.
         window: w counts where the distance of the positions is smaller than this, and is 0 elsewhere; 0: everywhere.
 
@@ -214,15 +208,14 @@ def aft_biased(
         return torch.cat(y), torch.cat(lse)
 
 
-def _fake_biased(k: Tensor, v: Tensor, left: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
-    n = (k if left is None else left).shape[0]
-    return k.new_empty(n, k.shape[1]), k.new_empty(n, k.shape[1])
+def _fake_biased(k: Tensor, v: Tensor, left: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return k.new_empty(left.shape[0], k.shape[1]), k.new_empty(left.shape[0], k.shape[1])
 
 
 @torch.library.custom_op(
     "quest::aft_biased_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor along, Tensor k, Tensor v, Tensor? left, Tensor? right, Tensor lse, bool causal, "
+    schema="(Tensor grad, Tensor along, Tensor k, Tensor v, Tensor left, Tensor? right, Tensor lse, bool causal, "
     "int window) -> (Tensor k, Tensor v, Tensor left, Tensor right)",
 )
 def aft_biased_backward(
@@ -230,13 +223,13 @@ def aft_biased_backward(
     along: Tensor,
     k: Tensor,
     v: Tensor,
-    left: Tensor | None,
+    left: Tensor,
     right: Tensor | None,
     lse: Tensor,
     causal: bool,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of `aft_biased`; those of `left` and `right` are empty if they are None.
+    """Return the gradients of `aft_biased`; that of `right` is empty if it is None.
 
     With p_tt' = exp(k_t' + w_tt' − lse_t): dv_t' = Σ_t p g_t, dk_t' = Σ_t p (g_t v_t' − a_t) and
     dw_tt' = Σ_features p (g_t v_t' − a_t).
@@ -247,8 +240,8 @@ def aft_biased_backward(
     """
     with no_autocast(k.device.type):
         blocks = _Blocks(k, v, left, right, causal, window)
-        d_k, d_v = torch.zeros_like(k), torch.zeros_like(v)
-        d_left, d_right = (k.new_zeros(0) if x is None else torch.zeros_like(x) for x in (left, right))
+        d_k, d_v, d_left = torch.zeros_like(k), torch.zeros_like(v), torch.zeros_like(left)
+        d_right = k.new_zeros(0) if right is None else torch.zeros_like(right)
         lse = torch.where(lse == -math.inf, math.inf, lse)  # nothing seen, no weight
         d_before, d_after = [], []
         for rows, near, block in blocks:
@@ -259,11 +252,11 @@ def aft_biased_backward(
                 d_s, d_w = (x.narrow(axis, 1, near.stop - near.start) for axis, x in enumerate((d_s, d_w)))
                 d_w = d_w.masked_fill(blocks.ahead(rows, near).abs() >= window, 0)
             blocks.add(near, d_s, d_k, d_v)
-            if left is not None and right is not None:
+            if right is None:
+                d_left[rows, near] = d_w
+            else:
                 d_left[rows].addmm_(d_w, right[near])
                 d_right[near].addmm_(d_w.T, left[rows])
-            elif left is not None:
-                d_left[rows, near] = d_w
         if window:
             blocks.share(blocks.before, d_before, d_k, d_v)
         if blocks.after:
@@ -272,10 +265,10 @@ def aft_biased_backward(
 
 
 def _fake_gradients(
-    grad: Tensor, along: Tensor, k: Tensor, v: Tensor, left: Tensor | None, right: Tensor | None, *_: Any
+    grad: Tensor, along: Tensor, k: Tensor, v: Tensor, left: Tensor, right: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    d_left, d_right = (k.new_empty(0) if x is None else torch.empty_like(x) for x in (left, right))
-    return torch.empty_like(k), torch.empty_like(v), d_left, d_right
+    d_right = k.new_empty(0) if right is None else torch.empty_like(right)
+    return torch.empty_like(k), torch.empty_like(v), torch.empty_like(left), d_right
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -288,12 +281,12 @@ def _gradients(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
     d_k, d_v, d_left, d_right = aft_biased_backward(
         grad, grad * y - grad_lse, k, v, left, right, lse, ctx.causal, ctx.window
     )
-    return d_k, d_v, None if left is None else d_left, None if right is None else d_right, None, None
+    return d_k, d_v, d_left, None if right is None else d_right, None, None
 
 
 def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     left, window = inputs[4], inputs[8]
-    ctx.name = "aft-simple" if left is None else "aft-local" if window else "aft-full"
+    ctx.name = "aft-simple" if not left.shape[1] else "aft-local" if window else "aft-full"
 
 
 def _second(ctx: Any, *_: Any) -> Any:
