@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..errors import InjectionError, InputError, UnsupportedError
 from ..hosts.sites import restoring, run_example
 from ..mechanism import Mechanism
-from .monitor import Call, Layer, Monitor, blocks, borrow
+from .monitor import Call, Layer, blocks, borrow, mechanisms_in
 
 Queries: TypeAlias = Sequence[int] | Callable[[int], Sequence[int]] | None
 
@@ -42,30 +42,22 @@ def attention_maps(model: nn.Module, example: Any, *, queries: Queries = None) -
             of the host knows.
     """
     give_back = borrow(model, example)
+    layers = {path: _Map(mechanism, queries) for path, mechanism in mechanisms_in(model).items()}
     try:
-        with _Maps(model, queries) as maps, restoring(model):
+        with restoring(model):
             run_example(model, example)
     finally:
+        for layer in layers.values():
+            layer.remove()
         give_back()
     found = {
         f"{path}#{i + 1}" if i else path: weights
-        for path, layer in maps.layers.items()
+        for path, layer in layers.items()
         for i, weights in enumerate(layer.maps)
     }
     if not found:
         raise InjectionError("the example reached no attention of the model")
     return found
-
-
-class _Maps(Monitor):
-    """A Monitor that keeps weights."""
-
-    def __init__(self, model: nn.Module, queries: Queries) -> None:
-        self._queries = queries
-        super().__init__(model)
-
-    def _watch(self, mechanism: Mechanism) -> Layer:
-        return _Map(mechanism, self._queries)
 
 
 class _Map(Layer):

@@ -7,7 +7,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,8 +20,6 @@ from ..mechanism import Mechanism
 from ..notices import say
 from ..ops import logits, merge_masks
 from .packing import PIECE
-
-Own = TypeVar("Own", bound="Monitor")
 
 BLOCK = 2**19  # logits held at a time
 LARGE = 100  # QK-clip's threshold for the largest logit (arXiv:2507.20534)
@@ -80,23 +78,12 @@ class Monitor:
 
     def __init__(self, model: nn.Module, *, every: int = 1, logits: bool = True, in_evaluation: bool = True) -> None:
         check_sizes(every=every)
-        # Users know the attention that holds the mechanism.
-        found = {
-            path.removesuffix(".mechanism") or "mechanism": module
-            for path, module in model.named_modules()
-            if isinstance(module, Mechanism)
-        }
-        if not found:
+        self.layers = {path: Layer(x, every, logits, in_evaluation) for path, x in mechanisms_in(model).items()}
+        if not self.layers:
             raise InjectionError(
                 f"{type(model).__name__} has no attention of quest_core to observe; inject one first: "
                 "model, report = quest_core.inject(model, 'standard') computes what the model computed before"
             )
-        self._options = (every, logits, in_evaluation)
-        self.layers: dict[str, Any] = {path: self._watch(module) for path, module in found.items()}
-
-    def _watch(self, mechanism: Mechanism) -> Layer:
-        """Let a layer of its own see the calls of a mechanism."""
-        return Layer(mechanism, *self._options)
 
     def collect(self, *, flat: bool = False) -> dict[str, Any]:
         """Return what was observed since the last call: maxima of all calls, and means over all their tokens.
@@ -141,11 +128,17 @@ class Monitor:
         for layer in self.layers.values():
             layer.remove()
 
-    def __enter__(self: Own) -> Own:
+    def __enter__(self) -> Monitor:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+def mechanisms_in(model: nn.Module) -> dict[str, Mechanism]:
+    """Return the mechanisms of a model by the paths that users know: those of the modules around them."""
+    found = {path: module for path, module in model.named_modules() if isinstance(module, Mechanism)}
+    return {path.removesuffix(".mechanism") or "mechanism": module for path, module in found.items()}
 
 
 def not_measured(unseen: dict[str, str]) -> list[str]:
