@@ -110,11 +110,14 @@ class AttentionFree(Family):
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor, bias: Tensor, is_causal: bool) -> Tensor:
         w = self.reference_bias(q.shape[2], k.shape[2], is_causal)
-        return naive.gated_average(q, k, v, w, seen=seen, bias=bias, query=self.query)
+        keys = (k.mT + bias)[:, :, None].expand(-1, -1, q.shape[2], v.shape[3], -1)  # [B, H, N, D, M]
+        logits = keys + w[..., None, :]
+        average = (naive.softmax(logits, seen[:, :, :, None].expand(logits.shape)) * v.mT[:, :, None]).sum(-1)
+        return torch.sigmoid(q) * average if self.query else average
 
-    def reference_bias(self, n: int, m: int, is_causal: bool) -> Tensor | float:
-        """Return w [N, M] or [H, N, M] by the plain formula, or 0."""
-        return 0.0
+    def reference_bias(self, n: int, m: int, is_causal: bool) -> Tensor:
+        """Return w [N, M] or [H, N, M] by the plain formula."""
+        return torch.zeros(n, m)
 
 
 @register("aft-simple", source="[A] eq. 5", options=(QUERY,))
@@ -193,7 +196,7 @@ class AttentionFreeFull(AttentionFree):
         # Wide, or each step would widen all of them again.
         return self._last(n, cache.append("k", keys), cache.append("v", values), cache.tokens)
 
-    def reference_bias(self, n: int, m: int, is_causal: bool) -> Tensor | float:
+    def reference_bias(self, n: int, m: int, is_causal: bool) -> Tensor:
         place = torch.arange(n) + (m - n if is_causal else 0)
         table = self.query_positions @ self.key_positions.mT if self.table is None else self.table
         w: Tensor = table[place.clamp(min=0)][:, :m]

@@ -37,19 +37,3 @@ def softmax(logits: Tensor, seen: Tensor) -> Tensor:
 def ratio(a: Tensor, b: Tensor) -> Tensor:
     """Return a / b, and a where b is not positive."""
     return a / torch.where(b > 0, b, 1)
-
-
-def gated_average(
-    q: Tensor, k: Tensor, v: Tensor, w: Tensor | float, *, seen: Tensor, bias: Tensor, query: bool
-) -> Tensor:
-    """Return σ(Q_t) ⊙ Σ exp(K_t' + w_tt') V_t' / Σ exp(K_t' + w_tt'), feature by feature (AFT, equation 2).
-
-    Args:
-        q: [B, H, N, D], v: [B, H, M, D], and k: [B, H, M, D], or [B, H, M, 1] if all features of a head share it.
-        w: [N, M] or [H, N, M], or 0.
-        bias: added to the keys [B, 1, 1, M].
-    """
-    keys = (k.mT + bias)[:, :, None].expand(-1, -1, q.shape[2], v.shape[3], -1)  # [B, H, N, D, M]
-    logits = keys if isinstance(w, float) else keys + w[..., None, :]
-    average = (softmax(logits, seen[:, :, :, None].expand(logits.shape)) * v.mT[:, :, None]).sum(-1)
-    return torch.sigmoid(q) * average if query else average
