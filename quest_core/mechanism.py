@@ -31,7 +31,7 @@ from .compat import (
 from .config import AttentionConfig, AttentionSpec
 from .errors import ConfigError, InputError, UnsupportedError
 from .mechanisms.base import Dims, Family, Grouping, Normalizer, Score
-from .ops import expand_mask, hide_lowest, hides_the_future, logits, plain_mask
+from .ops import expand_mask, hide_lowest, hides_the_future, logits, merge_masks, plain_mask, visible
 from .projections import HeadSizes
 
 TYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -324,9 +324,7 @@ class Mechanism(CheckpointGuard):
         keys = real[:, None, None, :]
         if not (same_tokens and "queries" in self.reads):
             return keys
-        if real.dtype == torch.bool:
-            return keys & real[:, None, :, None]
-        return torch.where(real[:, None, :, None] > -torch.inf, keys, -torch.inf)
+        return merge_masks(keys, visible(real[:, None, :, None]))
 
     def _key_mask(self, mask: Tensor | None) -> Tensor | None:
         """Return the mask of keys [B or 1, M] for a family, from one of [B, 1, 1, M]."""

@@ -125,29 +125,24 @@ def logits(q: Tensor, k: Tensor, scale: float, grouped: bool, residual: Tensor |
     If `grouped`, H/G consecutive query heads share a key head; else G = H.
     """
     q = q if scale == 1 else q * scale
-    if grouped:
-        shared = q.unflatten(1, (-1, q.shape[1] // k.shape[1]))  # [B, G, H/G, N, D]
-        scores: Tensor = (shared @ k.unsqueeze(2).transpose(-2, -1)).flatten(1, 2)
-    else:
-        scores = _product(q, k.transpose(-2, -1))  # not mT, which the tracing exporter to ONNX does not know
+    scores = _product(q, k.transpose(-2, -1), grouped)  # not mT, which the tracing exporter to ONNX does not know
     return scores if residual is None else scores + residual
 
 
 def apply_weights(weights: Tensor, v: Tensor, grouped: bool) -> Tensor:
     """Return weights [B, H, N, M] times v [B, G, M, Dv], [B, H, N, Dv]; `grouped` as in `logits`."""
-    weights = weights.to(v.dtype)  # an additive mask of a wider type has widened them
-    if not grouped:
-        return _product(weights, v)
-    shared = weights.unflatten(1, (-1, weights.shape[1] // v.shape[1]))  # [B, G, H/G, N, M]
-    out: Tensor = (shared @ v.unsqueeze(2)).flatten(1, 2)
-    return out
+    return _product(weights.to(v.dtype), v, grouped)  # an additive mask of a wider type has widened the weights
 
 
-def _product(one: Tensor, two: Tensor) -> Tensor:
-    """Return one @ two for [B, H, ., .] each; exporters fix a B of 1 in the example where `@` may broadcast."""
-    if not is_exporting_graph():
-        return one @ two
-    out: Tensor = torch.bmm(one.flatten(0, 1), two.flatten(0, 1)).unflatten(0, one.shape[:2])
+def _product(one: Tensor, two: Tensor, grouped: bool) -> Tensor:
+    """Return one @ two, [B, H, ., .], for one [B, H, ., .] and two [B, G, ., .]; `grouped` as in `logits`."""
+    if grouped:
+        shared = one.unflatten(1, (-1, one.shape[1] // two.shape[1]))  # [B, G, H/G, ., .]
+        out: Tensor = (shared @ two.unsqueeze(2)).flatten(1, 2)
+    elif is_exporting_graph():  # which fixes a B of 1 in the example where `@` may broadcast
+        out = torch.bmm(one.flatten(0, 1), two.flatten(0, 1)).unflatten(0, one.shape[:2])
+    else:
+        out = one @ two
     return out
 
 
