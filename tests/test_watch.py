@@ -223,6 +223,15 @@ def test_a_script_without_attention_runs_as_it_is(tmp_path, capsys):
     assert not (tmp_path / "seen").exists()
 
 
+def test_a_script_ends_where_no_layer_can_be_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("quest_core.tools.monitor.Layer._count", lambda layer, call: layer.miss("only a kernel knows"))
+    script, model = Script(1, tmp_path), quest_core.Attention(16, 2)
+    model(torch.randn(2, 3, 16)).sum().backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    script.close()
+    assert re.findall(r"not measured|nothing was", capsys.readouterr().err) == ["not measured"]
+
+
 def quest(folder, *words):
     """Run the quest command in a folder."""
     code = "import sys; from quest_core.cli import main; sys.exit(main())"

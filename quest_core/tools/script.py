@@ -124,11 +124,11 @@ class Script:
         self._steps.remove()
         if self.watch is not None:
             self.watch.close()
-            if is_first() and not self.watch.history and not self.watch.remarks():
-                say("nothing was measured; the attention of the model was never called in training mode")
-            elif is_first():
+            if self.watch.history:
                 self._say()
                 curves.draw(self.folder)
+            elif not self.watch.remarks():
+                say("nothing was measured; the attention of the model was never called in training mode")
 
 
 class Maps:
