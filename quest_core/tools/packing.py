@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..compat import autocast_dtype
 from ..config import AttentionSpec
 from ..errors import InputError, UnsupportedError
 from ..mechanism import Mechanism, shared_mechanism
+from ..ops import result_type
 
 # The padded area of all buckets, the sum of sequences · N², is at most this many times the real area, Σ n². The bound
 # limits memory and arithmetic on every machine alike. Within it there are as few buckets as possible.
@@ -184,8 +184,7 @@ def attention_packed(
         )
     plan = cu_seqlens if isinstance(cu_seqlens, PackingPlan) else PackingPlan(cu_seqlens)
     mechanism = attention if isinstance(attention, Mechanism) else shared_mechanism(attention)
-    dtype = autocast_dtype(q.device.type) or q.dtype
-    fast = varlen_computes(mechanism, q.device, dtype, q.shape[-1], q.shape[1] != k.shape[1], dropout_p)
+    fast = varlen_computes(mechanism, q.device, result_type(q), q.shape[-1], q.shape[1] != k.shape[1], dropout_p)
     if fast and mechanism.monitor is None and len(q) and q.shape[-1] == v.shape[-1]:
         return _varlen(q, k, v, mechanism, plan, is_causal)
     return _in_buckets(q, k, v, mechanism, plan, is_causal, dropout_p)
@@ -252,7 +251,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, mechanism: Mechanism, plan: Packing
     """Return the output [T, H, Dv] by the variable-length kernels."""
     if why := mechanism.grouping.mismatch(q.shape[1], k.shape[1]):
         raise InputError(f"attention '{mechanism.config}': {why}")
-    dtype = autocast_dtype(q.device.type) or q.dtype
+    dtype = result_type(q)
     # Scores work on [B, H, N, D]: all tokens of all sequences are one batch row.
     q, k, row_v = (x.transpose(0, 1)[None] for x in (q, k, v))
     q, k, scale = mechanism.score(q, k, row_v, mask=None, is_causal=is_causal)
