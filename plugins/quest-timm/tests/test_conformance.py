@@ -6,7 +6,6 @@ import torch
 from timm.models.beit import Beit
 from timm.models.crossvit import CrossVit
 from timm.models.eva import Eva
-from timm.models.maxxvit import MaxxVit, MaxxVitCfg, MaxxVitTransformerCfg
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 
@@ -103,28 +102,3 @@ class TestCrossVit(Images, sites=5, refused=("elliptical-quest",)):
             img_size=16, img_scale=(1.0, 1.0), patch_size=(4, 8), num_classes=5, embed_dim=(16, 32),
             depth=((1, 2, 0),), num_heads=(4, 4), mlp_ratio=(2.0, 2.0, 1.0), attn_drop_rate=0.2,
         )  # fmt: skip
-
-
-class TestNativeGroups(Images, variant=True, refused=("quest+gqa(kv_heads=1)",), calibrates=False):
-    """Key heads that timm shares itself stay as they are."""
-
-    test_a_host_checkpoint_loads_into_fewer_key_heads = None
-
-    def make_model(self):
-        return Eva(
-            **SMALL, use_rot_pos_emb=True, attn_type="rope", num_kv_heads=2, qkv_fused=False, head_init_scale=1.0
-        )
-
-
-class TestMaxVit(Images, sites=2, refused=("linear", "quest+gqa(kv_heads=1)", "elliptical-quest"), calibrates=False):
-    """Windows and grids, with relative positions; timm's own forward."""
-
-    test_a_host_checkpoint_loads_into_fewer_key_heads = None
-
-    def make_model(self):
-        attention = MaxxVitTransformerCfg(dim_head=8, attn_drop=0.2)
-        cfg = MaxxVitCfg(embed_dim=(32,), depths=(1,), block_type=("M",), stem_width=8, transformer_cfg=attention)
-        return MaxxVit(cfg, img_size=64, num_classes=5)
-
-    def make_inputs(self):
-        return (torch.randn(2, 3, 64, 64),)

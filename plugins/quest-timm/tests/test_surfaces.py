@@ -151,7 +151,7 @@ def test_queries_that_timm_normalizes_cannot_be_clipped():
     model = timm.create_model("vit_tiny_patch16_224", depth=1, qk_norm=True, attention="standard")
     with pytest.raises(quest_core.UnsupportedError, match=r"QK-clip cannot scale .*'blocks\.0\.attn'.*qk_norm=True"):
         quest_core.QKClip(model)
-    with pytest.raises(quest_core.UnsupportedError, match=r"QK-clip cannot scale .*its query projection is not known"):
+    with pytest.raises(quest_core.UnsupportedError, match=r"QK-clip cannot scale .*it was found by an example"):
         quest_core.QKClip(timm.create_model("pvt_v2_b0", attention="quest"))
 
 
@@ -163,26 +163,27 @@ def test_a_model_without_attention_is_an_error():
         timm.create_model("resnet18", attention="quest")
 
 
-WRITTEN_OUT = {
+FOUND = {
+    "caformer_s18": 12,
     "efficientvit_m0": 6,
     "hiera_tiny_224": 12,
     "levit_128s": 11,
+    "maxvit_rmlp_pico_rw_256": 22,
     "pit_ti_224": 12,
+    "pvt_v2_b0": 8,
     "tiny_vit_5m_224": 10,
+    "twins_svt_small": 18,
     "visformer_tiny": 8,
+    "vit_relpos_small_patch16_224": 12,
     "xcit_nano_12_p16_224": 2,
 }
 """Models whose attention only a run of them finds, with the number of its modules."""
+SLOW = ("caformer_s18", "efficientvit_m0", "hiera_tiny_224", "maxvit_rmlp_pico_rw_256", "tiny_vit_5m_224")
 
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [
-        pytest.param(
-            *row, marks=[pytest.mark.slow] * (row[0] in ("efficientvit_m0", "hiera_tiny_224", "tiny_vit_5m_224"))
-        )
-        for row in WRITTEN_OUT.items()
-    ],
+    [pytest.param(*row, marks=[pytest.mark.slow] * (row[0] in SLOW)) for row in FOUND.items()],
 )
 def test_attention_that_only_a_run_finds_is_replaced(name, count):
     """The plugin runs the model on images of its own; weights and random numbers are those of the stock model."""
@@ -205,6 +206,31 @@ def test_attention_that_only_a_run_finds_is_replaced(name, count):
                 torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
             else:
                 assert not torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("attention", ["standard", "quest"])
+def test_key_heads_that_timm_shares_itself_are_found_in_a_run(attention):
+    shared = {"attn_type": "rope", "num_kv_heads": 1, "qkv_fused": False, "img_size": 28, "depth": 2}
+    model = timm.create_model("eva02_tiny_patch14_224", **shared).eval()
+    x = torch.randn(2, 3, 28, 28)
+    stock = model(x)
+    _, report = quest_core.inject(model, attention)
+    assert [row.host_class for row in report.replacements] == ["AttentionRope"] * 2
+    assert torch.allclose(model(x), stock, atol=1e-5) == (attention == "standard")
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "why"),
+    [
+        ("maxvit_rmlp_pico_rw_256", "elliptical-quest", "compares the tokens of each layer"),
+        ("tiny_vit_5m_224", "elliptical-quest", "compares the tokens of each layer"),
+        ("eva02_tiny_patch14_224", "aft-simple", "where rotary positions act"),
+    ],
+)
+def test_what_windows_and_rotary_positions_cannot_have_is_refused_in_found_attention(name, attention, why):
+    shared = {"attn_type": "rope", "num_kv_heads": 1, "qkv_fused": False} if name.startswith("eva") else {}
+    with pytest.raises(quest_core.UnsupportedError, match=why):
+        timm.create_model(name, attention=attention, **shared)
 
 
 def test_inject_needs_no_example_for_the_models_of_timm_in_a_model():

@@ -16,30 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from quest_core.checkpoints import CheckpointGuard, compare
-from quest_core.config import AttentionConfig
 from quest_core.drafts import host_class
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
-from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, Site, rate, refusal
+from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, moves, refusal
 from quest_core.hosts.inject import KEYS, REPORT, Request, inject
-from quest_core.hosts.sites import evaluating, within
+from quest_core.hosts.sites import FoundSite, evaluating, within
 from quest_core.hosts.torch import TorchAdapter
-from quest_core.hosts.universal import Call, Routed
+from quest_core.hosts.universal import Routed
 from quest_core.mechanism import Mechanism
-
-ROUTED = {
-    "timm.layers.attention_pool.AttentionPoolLatent": {"cross": True},
-    "timm.models.maxxvit.Attention2d": {"masked": True},
-    "timm.models.maxxvit.AttentionCl": {"masked": True},
-    "timm.models.metaformer.Attention": {},
-    "timm.models.pvt_v2.Attention": {"cross": True},
-    "timm.models.twins.GlobalSubSampleAttn": {"cross": True},
-    "timm.models.twins.LocallyGroupedAttn": {},
-    "timm.models.vision_transformer.ParallelScalingBlock": {},
-    "timm.models.vision_transformer_relpos.RelPosAttention": {"masked": True},
-    "timm.models.volo.Attention": {},
-}
-"""Classes whose forward stays timm's, fused, and whose call of scaled_dot_product_attention goes to a mechanism; what
-the call asks for."""
 
 
 class TimmAdapter(Adapter):
@@ -61,37 +45,9 @@ class TimmAdapter(Adapter):
 
         return REPLACEMENTS
 
-    def sites(self, model: nn.Module) -> Iterable[Site]:
-        """Yield the attention modules in the order of registration, which is that of the forward pass."""
-        from .layers import makes_angles
-
-        for path, module in model.named_modules():
-            kind, call = self.replacement(module), _call(path, module)
-            if call is not None:
-                rotary = _shares_heads(module) and makes_angles(model)
-                asked = Capabilities(cross=call.cross, dropout=call.dropout, rotary=rotary)
-                yield Site(path, module, call.heads, call.head_dim, asked)
-            elif kind is not None:
-                yield self.site(path, module, kind, model)
-
-    def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
-        """Return the draft of the host's module around a mechanism; see quest_timm.layers and `ROUTED`."""
-        call = _call(site.path, site.module)
-        if call is None:
-            return super().replace(site, config)
-        routed: Any = call.draft(site.module, config)
-        routed.fused_attn = True
-        return routed
-
-    def refusal(self, site: Site, config: AttentionConfig) -> str | None:
-        """Return why a site cannot honor `config`: its capabilities, biases on the logits, or moving windows."""
-        from .layers import Replacement
-
-        call = _call(site.path, site.module)
-        if call is None:
-            return super().refusal(site, config)
-        why = call.refusal(config) or Replacement.refuses(site.module, site.path, config)
-        return why or refusal(config, site.capabilities)
+    def replacement(self, module: nn.Module) -> type[HostAttention] | None:
+        """Return the class that replaces a module; None if it repeats key heads, so its call is found in a run."""
+        return None if getattr(module, "num_kv_groups", 1) > 1 else super().replacement(module)
 
     def example(self, model: nn.Module, missed: Collection[str]) -> Callable[[nn.Module], None] | None:
         """Return a run of the models of timm around the modules `missed`, on images of the plugin's own."""
@@ -113,6 +69,23 @@ class TimmAdapter(Adapter):
                 f"{type(module).__name__} normalizes its queries (qk_norm=True), so a factor on them is lost"
             )
         super().scale_queries(module, factor)
+
+    def connect(self, model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
+        """Refuse what timm's attention cannot have where a run has found it, which sees no windows and no rotations.
+
+        Raises:
+            UnsupportedError: layers would be compared, or queries and keys that are turned do not meet.
+        """
+        from .layers import makes_angles
+
+        asked = Capabilities(rotary=makes_angles(model))
+        for path, module in model.named_modules():
+            made = drafts.get(module)
+            if not isinstance(made, FoundSite) or not host_class(module).__module__.startswith("timm."):
+                continue
+            config = made.mechanism.config
+            if why := moves(config) or refusal(config, asked):
+                raise UnsupportedError(f"attention '{config}' cannot be used at '{path}' of timm: {why}")
 
     def change_host(self) -> None:
         """Make `timm.create_model` accept `attention`, `attention_from` and `allow_partial`."""
@@ -198,7 +171,11 @@ def _with_size(variant: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def _input_size(part: Any) -> tuple[int, int, int] | None:
     """Return the channels, height and width of the images that a model of timm takes, or None for other modules."""
     cfg = getattr(part, "pretrained_cfg", None)
-    return cfg.get("input_size") if isinstance(cfg, Mapping) else None
+    if not isinstance(cfg, Mapping) or "input_size" not in cfg:
+        return None
+    channels, *size = cfg["input_size"]  # of the pretrained weights; the model may be for another one
+    height, width = getattr(getattr(part, "patch_embed", None), "img_size", None) or size
+    return channels, height, width
 
 
 def _run(paths: Iterable[str], calls: Iterator[int], model: nn.Module) -> None:
@@ -239,29 +216,3 @@ def _compare_arrays(stock: Callable[..., Any], model: nn.Module, *arguments: Any
         if isinstance(module, CheckpointGuard):
             compare(None, module.config, module.attention_from, path, load)
     return stock(model, *arguments, **options)
-
-
-def _call(path: str, module: Any) -> Call | None:
-    """Return what a module of `ROUTED` asks of a mechanism, or None for others."""
-    if _kind(module) not in ROUTED and not _shares_heads(module):
-        return None
-    if isinstance(module, Routed):
-        return module.found_attention
-    asked: dict[str, Any] = {**ROUTED.get(_kind(module), {})}
-    return Call(
-        path=path,
-        heads=module.num_heads,
-        kv_heads=module.num_heads,
-        head_dim=round(module.scale**-2),
-        dropout=rate(getattr(module, "attn_drop", 0.0)) > 0,
-        **asked,
-    )
-
-
-def _kind(module: nn.Module) -> str:
-    return f"{host_class(module).__module__}.{host_class(module).__qualname__}"
-
-
-def _shares_heads(module: Any) -> bool:
-    """Return whether a module has fewer key/value heads of its own, which it repeats before the call."""
-    return getattr(module, "num_kv_groups", 1) > 1 and type(module).__name__ == "AttentionRope"
