@@ -34,6 +34,8 @@ class TransformersAdapter(Adapter):
     """Adapter for every module of transformers that calls its AttentionInterface."""
 
     name: ClassVar[str] = "transformers"
+    scales = True
+    """Whether options set the norms of queries and keys; those of a checkpoint would overwrite them."""
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield the attention modules in the order of registration, which is that of the forward pass.
@@ -97,7 +99,11 @@ class TransformersAdapter(Adapter):
 
     def projections(self, module: nn.Module) -> list[Projected]:
         """Return a view of the module's parameters, because a replacement keeps its host's class."""
-        return [] if examine(module).projections is None else [View.of(module)]
+        if examine(module).projections is None:
+            return []
+        view = View.of(module)
+        view.config = view.config if self.scales else view.config.without_initial_norms()
+        return [view]
 
     def example(self, model: nn.Module, missed: Collection[str]) -> Example | None:
         """Return a run of the models of transformers around the modules `missed` on inputs of the plugin's own."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
@@ -15,36 +16,10 @@ from quest_core.hosts.inject import REPORT, inject
 from quest_core.hosts.plugins import running_adapters
 from quest_core.hosts.sites import unknown_attention
 from quest_core.hosts.torch import TorchAdapter
-from quest_core.projections import Projected
 
 from .anatomy import is_attention, role
 from .choice import Choice
 from .configs import attention_of, choice_for, choice_of
-
-
-class Chosen(Adapter):
-    """An adapter for one model.
-
-    Args:
-        leaves_alone: see :class:`quest_core.Adapter`.
-        scales: whether options set the norms of queries and keys. Those of a checkpoint would overwrite them.
-    """
-
-    name: ClassVar[str] = "transformers"
-    kernels_attend: ClassVar[bool] = False  # those of state-space mixers do not
-
-    def __init__(self, adapter: Adapter, leaves_alone: Mapping[str, str], *, scales: bool) -> None:
-        self.adapter, self.scales = adapter, scales
-        self.leaves_alone = leaves_alone  # type: ignore[misc]
-        self.sites, self.replace, self.kernel = adapter.sites, adapter.replace, adapter.kernel  # type: ignore[method-assign]
-        self.refusal, self.connect = adapter.refusal, adapter.connect  # type: ignore[method-assign]
-        self.example = adapter.example  # type: ignore[method-assign]
-
-    def projections(self, module: nn.Module) -> list[Projected]:
-        views = self.adapter.projections(module)
-        for view in () if self.scales else views:
-            view.config = view.config.without_initial_norms()
-        return views
 
 
 def fulfil(
@@ -112,7 +87,9 @@ def fulfil(
                 f"ask for none: {', '.join(kept[:8])}; give these configs an attention ('standard' is the host's own), "
                 "or say allow_partial=True"
             )
-        some = Chosen(adapter, apart, scales=fresh and not loads)
+        some = copy.copy(adapter)
+        # Kernels of state-space mixers are no attention.
+        vars(some).update(leaves_alone=apart, kernels_attend=False, scales=fresh and not loads)
         before = {id(part) for part in model.modules()}
         _, report = inject(
             model,
