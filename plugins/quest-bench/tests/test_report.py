@@ -279,7 +279,7 @@ def test_differences_of_percentages_are_points_everywhere(fake):
     write_results(Path("out"), ["scale=1,2"], {name: SCORES[name] for name in ("standard", "quest")})
     found = read_groups(Path("out"), "standard")
     (spec,) = charts.forest(found, "standard")
-    assert [row["gain"] for row in spec["data"]["values"]] == [5.0, 5.0]
+    assert [row["mean"] for row in spec["data"]["values"]] == [5.0, 5.0]
     assert spec["layer"][1]["encoding"]["x"]["title"] == "difference in score, points"
     write_report(Path("out"), "standard")
     text = Path("out/report.md").read_text()

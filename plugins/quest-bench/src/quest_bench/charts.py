@@ -142,21 +142,24 @@ def items(group: Group) -> dict[str, Any]:
         for name in names
         if item.estimates[name].n
     ]
-    y = {"field": "item", "type": "nominal", "sort": [item.name for item in group.items], "title": None}
-    x = {"type": "quantitative", "scale": {"zero": False}, "title": group.suite.measured}
-    common: dict[str, Any] = {
-        "y": y,
-        "yOffset": {"field": "attention", "sort": names},
-        "color": _color(names, legend=True),
-    }
-    point = {"filled": True, "size": 45, "tooltip": True}
+    return _ranges(values, "item", group.suite.measured, names, _color(names, legend=True))
+
+
+def _ranges(
+    values: Sequence[Mapping[str, Any]], rows: str, title: str, names: Sequence[str], color: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a chart with a row for each value of the field `rows`: the mean and the range of each attention."""
+    y = {"field": rows, "type": "nominal", "sort": None, "title": None}
+    x = {"type": "quantitative", "scale": {"zero": False}, "title": title}
+    common: dict[str, Any] = {"y": y, "yOffset": {"field": "attention", "sort": list(names)}, "color": color}
+    point, tips = {"filled": True, "size": 60}, _tooltip(*values[0])
     return {
         "width": "container",
-        "height": (14 + 8 * len(names)) * len(group.items),
-        "data": {"values": values},
+        "height": (16 + 10 * len(names)) * len({value[rows] for value in values}),
+        "data": {"values": list(values)},
         "layer": [
-            _layer("rule", {"strokeWidth": 2}, x={**x, "field": "low"}, x2={"field": "high"}, **common),
-            _layer("point", point, x={**x, "field": "mean"}, **common),
+            _layer("rule", {"strokeWidth": 2.5}, x={**x, "field": "low"}, x2={"field": "high"}, **common),
+            _layer("point", point, x={**x, "field": "mean"}, tooltip=tips, **common),
         ],
     }
 
@@ -234,7 +237,7 @@ def forest(groups: Sequence[Group], baseline: str) -> list[dict[str, Any]]:
             {
                 "task": group.title,
                 "attention": row.attention,
-                "gain": _round(sign * one.difference.mean),
+                "mean": _round(sign * one.difference.mean),
                 "low": None if row.failed else _round(ends[0]),
                 "high": None if row.failed else _round(ends[1]),
                 "words": row.verdict,
@@ -247,19 +250,7 @@ def forest(groups: Sequence[Group], baseline: str) -> list[dict[str, Any]]:
 
 
 def _forest(title: str, values: Sequence[Mapping[str, Any]], domain: Sequence[str]) -> dict[str, Any]:
-    names = list(domain[1:])
-    y = {"field": "task", "type": "nominal", "sort": None, "title": None}
-    x = {"type": "quantitative", "title": f"difference in {title}"}
-    color = {**_color(domain, legend=True), "legend": {"values": names}}
-    common: dict[str, Any] = {"y": y, "yOffset": {"field": "attention", "sort": names}, "color": color}
-    tips = _tooltip("task", "attention", "gain", "low", "high", "words")
-    return {
-        "width": "container",
-        "height": (16 + 10 * len(names)) * len({value["task"] for value in values}),
-        "data": {"values": list(values)},
-        "layer": [
-            _layer("rule", {"strokeDash": [3, 3]}, x={"datum": 0}),
-            _layer("rule", {"strokeWidth": 2.5}, x={**x, "field": "low"}, x2={"field": "high"}, **common),
-            _layer("point", {"filled": True, "size": 60}, x={**x, "field": "gain"}, tooltip=tips, **common),
-        ],
-    }
+    color = {**_color(domain, legend=True), "legend": {"values": domain[1:]}}
+    chart = _ranges(values, "task", f"difference in {title}", domain[1:], color)
+    chart["layer"].insert(0, _layer("rule", {"strokeDash": [3, 3]}, x={"datum": 0}))
+    return chart

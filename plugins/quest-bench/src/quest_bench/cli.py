@@ -94,6 +94,11 @@ def expand_home(text: str | Path) -> Path:
     return Path(os.path.expanduser(text))
 
 
+RunFolder = Annotated[
+    Path, typer.Argument(parser=expand_home, metavar="DIR", help="The folder of `quest bench run --out`.")
+]
+
+
 @app.command()
 def ls(
     suite: Annotated[str, typer.Argument(metavar="SUITE", help="A suite, or the first words of several.")] = "",
@@ -277,8 +282,10 @@ def _execute(plan: Plan, folder: Path, runner: Runner, command: Sequence[str]) -
         "threads": runner.threads,
         "machine": machine(),
         "git": store.commit(),
+        "suite_info": plan.suite.info,
+        "seconds": None,
+        "interrupted": True,
     }
-    record |= {"suite_info": plan.suite.info, "seconds": None, "interrupted": True}
     idle = states["done"] == len(cells)
     if not idle:  # before the cells: a run that is killed has its record, and what it would have run
         store.write_run(folder, record)
@@ -305,9 +312,7 @@ def show_causes(cells: Sequence[store.Stored]) -> None:
 
 @app.command()
 def report(
-    folder: Annotated[
-        Path, typer.Argument(parser=expand_home, metavar="DIR", help="The folder of `quest bench run --out`.")
-    ],
+    folder: RunFolder,
     baseline: Annotated[str, typer.Option(help="The attention that differences are taken against.")] = "standard",
 ) -> None:
     """Write DIR/report.html, DIR/report.md and DIR/results.parquet.
@@ -322,11 +327,7 @@ def report(
 
 
 @app.command()
-def status(
-    folder: Annotated[
-        Path, typer.Argument(parser=expand_home, metavar="DIR", help="The folder of `quest bench run --out`.")
-    ],
-) -> None:
+def status(folder: RunFolder) -> None:
     """Show which cells are done, running, failed or waiting, also while orchestrators work.
 
     Example:
