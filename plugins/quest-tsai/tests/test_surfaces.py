@@ -286,11 +286,17 @@ def test_learner_function_refuses_what_it_would_ignore(problem):
 
 
 def test_attention_that_stays_is_an_error_unless_allowed():
-    head = torch.nn.MultiheadAttention(16, 4)
-    with pytest.raises(quest_core.InjectionError, match=r"'head' \(MultiheadAttention\); .* say allow_partial=True"):
-        TSTPlus(3, 5, 12, attention="quest", custom_head=head, **SIZES)
-    model = TSTPlus(3, 5, 12, attention="quest", allow_partial=True, custom_head=head, **SIZES)
-    assert [*model.attention_report.left_alone] == ["head"]
+    class OtherAttention(torch.nn.Module):
+        """A head whose attention no adapter knows."""
+
+    def build(head, **options):
+        return TSTPlus(3, 5, 12, attention="quest", custom_head=head, **options, **SIZES).attention_report
+
+    with pytest.raises(quest_core.InjectionError, match=r"'head' \(OtherAttention\); .* say allow_partial=True"):
+        build(OtherAttention())
+    assert [*build(OtherAttention(), allow_partial=True).left_alone] == ["head"]
+    report = build(torch.nn.MultiheadAttention(16, 4))
+    assert (report.replacements[-1].path, report.left_alone) == ("head", {})
 
 
 def test_no_function_swallows_it():

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from torch import nn
 
 from quest_core.config import AttentionConfig
 from quest_core.hosts.adapter import Adapter, Site
-from quest_core.hosts.torch import TorchAdapter
 
 from .layers import (
     ConvTranAttention,
@@ -43,23 +41,14 @@ REPLACEMENTS: dict[str, type[Replacement]] = {
 
 
 class TsaiAdapter(Adapter):
-    """Adapter for tsai's own attention classes, and for torch.nn.MultiheadAttention in tsai's models without these."""
+    """Adapter for tsai's own attention classes."""
 
     name: ClassVar[str] = "tsai"
 
     replacements = REPLACEMENTS
 
-    def sites(self, model: nn.Module) -> Iterable[Site]:
-        """Yield the attention modules in the order of registration, which is that of the forward pass."""
-        own = [*super().sites(model)]
-        homes = [] if own else [m for m in model.modules() if type(m).__module__.startswith("tsai.")]
-        torchs = (s for s in TorchAdapter().sites(model) if any(s.module in home.modules() for home in homes))
-        return own or torchs
-
     def replace(self, site: Site, config: AttentionConfig) -> nn.Module:
         """Return the draft of the host's module around another mechanism; see quest_tsai.layers."""
-        if self.replacement(site.module) is None:
-            return TorchAdapter().replace(site, config)
         made: Any = super().replace(site, config)
         made.reads_weights = site.capabilities.weights
         return made  # type: ignore[no-any-return]

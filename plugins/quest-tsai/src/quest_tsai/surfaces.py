@@ -16,6 +16,7 @@ from quest_core.checkpoints import ENTRY, unexpected_entry
 from quest_core.errors import CheckpointError, ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter
 from quest_core.hosts.inject import KEYS, Request
+from quest_core.hosts.torch import TorchAdapter
 from quest_core.projections import Projected, init_norms
 
 ARCHITECTURES = (
@@ -76,7 +77,7 @@ def accept(
     request = choose(architecture, options)
     stock(self, *arguments, **{name: value for name, value in options.items() if name not in KEYS})
     if request is not None:
-        request.apply(self, adapter)
+        request.apply(self, [adapter, TorchAdapter()])
 
 
 def read_early(stock: Any, /, *arguments: Any, **options: Any) -> Any:
