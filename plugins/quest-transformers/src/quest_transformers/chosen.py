@@ -49,7 +49,6 @@ def fulfil(
     if asked is None and not parts and not any(_asks(part) for part in model.modules()):
         return False  # and a model of which nothing is asked is not looked at
     chosen: dict[str, AttentionConfig | None] = {}
-    changed = False
     for site in adapter.sites(model):
         module: Any = site.module
         held: Any = getattr(module, "mechanism", None)
@@ -57,8 +56,7 @@ def fulfil(
         if own is None and held is None:
             chosen[site.path] = None
             continue
-        config = chosen[site.path] = held.config if own is None else own.of(role(module))
-        changed = changed or held is None or held.config != config
+        chosen[site.path] = held.config if own is None else own.of(role(module))
     others: list[Adapter] = []
     if asked is not None:
         others = [one for one in running_adapters() if not isinstance(one, type(adapter))] + [TorchAdapter()]
@@ -68,6 +66,7 @@ def fulfil(
     runs = runs and asked is not None
     if not known and not runs:
         return False
+    before = {*model.modules()}
     configs = sorted({one for one in chosen.values() if one is not None}, key=str)
     if not configs and asked is not None:
         configs = [asked.decoder]
@@ -90,7 +89,6 @@ def fulfil(
         some = copy.copy(adapter)
         # Kernels of state-space mixers are no attention.
         vars(some).update(leaves_alone=apart, kernels_attend=False, scales=fresh and not loads)
-        before = {id(part) for part in model.modules()}
         _, report = inject(
             model,
             lambda site: chosen.get(site.path, configs[0]),
@@ -101,8 +99,7 @@ def fulfil(
         )
         scaled = fresh and any(config.initial_norms for config in configs)
         setattr(model, REPORT, replace(report, started=scaled))
-        changed = changed or before != {id(part) for part in model.modules()}
-    return changed
+    return before != {*model.modules()}
 
 
 def _kind(module: nn.Module) -> str:

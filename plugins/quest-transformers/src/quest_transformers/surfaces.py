@@ -362,33 +362,25 @@ def _inject_loaded(adapter: Adapter, stock: Any, model: Any, *arguments: Any, **
     if loading is not None:
         for mechanism in loading.new:  # transformers has moved their tensors from the meta device, without values
             mechanism.reset_parameters()
-        _check_offloaded(model, loading)
+        _refuse_offloaded(model, pending=loading.pending)
     if has_mechanism(model):
         getattr(model, REPORT).announce()
     return made
 
 
-def _check_offloaded(model: Any, loading: Loading) -> None:
-    """Give new mechanisms between weights on disk their values: accelerate reads back only what the checkpoint has.
+def _refuse_offloaded(model: Any, *, pending: bool) -> None:
+    """Raise UnsupportedError for attention on disk, from where accelerate reads only the host's weights back.
 
-    Raises:
-        UnsupportedError: weights are on disk that a mechanism learns, or that have just been pooled.
+    It is refused if it learns weights, or was put into a model whose checkpoint has another one.
     """
     if all(weight.is_meta for weight in model.parameters()):
         return  # a model without values was asked for
     for path, part in model.named_modules():
         if not hasattr(part, "mechanism") or not any(weight.is_meta for weight in part.parameters()):
             continue
-        where = f"'{path}' is offloaded to disk, and attention '{part.mechanism.config}'"
-        if any(True for _ in part.mechanism.parameters()):  # a mechanism reads those of its score, and calls no forward
+        if pending or any(True for _ in part.mechanism.parameters()):
             raise UnsupportedError(
-                f"{where} learns weights, which are not read back from there; load without offloading"
+                f"'{path}' is offloaded to disk, from where attention '{part.mechanism.config}' is not read back; load "
+                "without offloading. A model that was converted and saved so can be offloaded, unless its attention "
+                "learns weights"
             )
-        if loading.pending and part.head_sizes.kv_heads != part.head_sizes.full.kv_heads:
-            raise UnsupportedError(
-                f"{where} pools key/value heads there; load the model once without offloading, save_pretrained it, and "
-                "load what was saved"
-            )
-        if loading.pending:
-            part.mechanism.to_empty(device="cpu")
-            part.mechanism.reset_parameters()
