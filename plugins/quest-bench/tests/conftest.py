@@ -90,7 +90,7 @@ def run(cell, progress):
     if mode == "nan" and cell.seed == 0:
         score = math.nan
     if mode == "text":
-        score = str(score)
+        score = f"about {score}"
     if "COUNT_RUNS" in os.environ:
         with open(os.environ["COUNT_RUNS"], "a") as file:
             file.write(f"{cell.workdir.parent.name}\\n")

@@ -165,7 +165,8 @@ def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
 
     result = suite_run(cell, progress)
     seconds = time.perf_counter() - started
-    metrics, series = _numbers(cell.suite, result.metrics, result.series)
+    metrics = {name: _number(f"metric '{name}'", x) for name, x in result.metrics.items()}
+    series = {name: [_number(f"a value of series '{name}'", x) for x in xs] for name, xs in result.series.items()}
     if given["metric"] not in metrics:
         raise ValueError(
             f"suite '{cell.suite}' returned no '{given['metric']}', its own metric; "
@@ -190,24 +191,12 @@ def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
     (workdir / STATE).unlink(missing_ok=True)
 
 
-def _numbers(
-    suite: str, metrics: Mapping[str, Any], series: Mapping[str, Any]
-) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Return the metrics and series of a result as floats. Tensors and arrays of one element are numbers."""
-
-    def number(where: str, value: Any) -> float:
-        found = value.item() if math.prod(getattr(value, "shape", (2,))) == 1 else value
-        if isinstance(found, bool) or not isinstance(found, int | float):
-            raise TypeError(f"suite '{suite}': {where} is {value!r:.80}, which is not a real number")
-        return float(found)
-
-    curves = {}
-    for name, values in series.items():
-        listed = values.tolist() if hasattr(values, "tolist") else values
-        if not isinstance(listed, list | tuple):
-            raise TypeError(f"suite '{suite}': series '{name}' is {values!r:.80}, which is not a list")
-        curves[name] = [number(f"value {place} of series '{name}'", value) for place, value in enumerate(listed)]
-    return {name: number(f"metric '{name}'", value) for name, value in metrics.items()}, curves
+def _number(where: str, value: Any) -> float:
+    """Return a value of a result, which may be a tensor or an array of one element, as a float."""
+    try:
+        return float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{where} is {value!r:.80}, which is not a number") from None
 
 
 def utc() -> str:
