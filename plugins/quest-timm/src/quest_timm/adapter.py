@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from quest_core.checkpoints import CheckpointGuard, compare
 from quest_core.drafts import host_class
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
-from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, moves, refusal
+from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, moves, rate, refusal
 from quest_core.hosts.inject import KEYS, REPORT, Request, inject
 from quest_core.hosts.sites import FoundSite, evaluating, within
 from quest_core.hosts.torch import TorchAdapter
@@ -71,20 +71,21 @@ class TimmAdapter(Adapter):
         super().scale_queries(module, factor)
 
     def connect(self, model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
-        """Refuse what timm's attention cannot have where a run has found it, which sees no windows and no rotations.
+        """Refuse what timm's attention cannot have where a run in evaluation mode has found it.
 
         Raises:
-            UnsupportedError: layers would be compared, or queries and keys that are turned do not meet.
+            UnsupportedError: layers with windows would be compared, queries and keys that are turned by their positions
+                do not meet, or there are no weights to drop.
         """
         from .layers import makes_angles
 
-        asked = Capabilities(rotary=makes_angles(model))
+        turns = makes_angles(model)
         for path, module in model.named_modules():
             made = drafts.get(module)
             if not isinstance(made, FoundSite) or not host_class(module).__module__.startswith("timm."):
                 continue
-            config = made.mechanism.config
-            if why := moves(config) or refusal(config, asked):
+            config, drops = made.mechanism.config, rate(getattr(module, "attn_drop", 0.0)) > 0
+            if why := moves(config) or refusal(config, Capabilities(rotary=turns, dropout=drops)):
                 raise UnsupportedError(f"attention '{config}' cannot be used at '{path}' of timm: {why}")
 
     def change_host(self) -> None:
