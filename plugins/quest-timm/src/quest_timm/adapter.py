@@ -75,7 +75,7 @@ class TimmAdapter(Adapter):
 
         Raises:
             UnsupportedError: layers with windows would be compared, queries and keys that are turned by their positions
-                do not meet, or there are no weights to drop.
+                do not meet, or weights that are not formed would be dropped.
         """
         from .layers import makes_angles
 

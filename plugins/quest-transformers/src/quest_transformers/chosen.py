@@ -87,7 +87,7 @@ def fulfil(
                 "or say allow_partial=True"
             )
         some = copy.copy(adapter)
-        # Kernels of state-space mixers are no attention.
+        # Kernels of state-space mixers do not attend.
         vars(some).update(leaves_alone=apart, kernels_attend=False, scales=fresh and not loads)
         _, report = inject(
             model,
