@@ -1,22 +1,20 @@
-"""graph/...: the graph benchmarks of the QUEST paper (tables 8 and 9), trained by GraphGym with PyTorch Lightning.
+"""graph/...: the graph benchmarks of the QUEST paper (tables 8 and 9), built by GraphGym.
 
 Each suite starts from a shipped yaml (``configs/``) with GraphGPS's hyper-parameters and applies the suite's options.
 The best epoch is chosen on the validation split; its test metric is the result, as in GraphGPS.
 
 Differences from the paper's runs: PATTERN and CLUSTER are drawn from their published generator and are not the
-published files; the network is `quest_suites.graphgps.gps`, whose parameters match GraphGPS's one by one; Lightning
-trains it in place of GraphGPS's own loop.
+published files; the network is `quest_suites.graphgps.gps`, whose parameters match GraphGPS's one by one.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
+import copy
 import math
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.resources import as_file, files
 from typing import Any
@@ -52,11 +50,11 @@ def run_graph(cell: Cell, progress: Progress, *, watch: int = 0) -> Result:
         ``epochs`` and ``seconds_per_epoch``; series ``train_loss`` and ``validation`` by epoch, and with `watch` those
         of `observe`.
     """
+    from torch_geometric import seed_everything
     from torch_geometric.data import Batch
     from torch_geometric.graphgym.config import cfg, set_cfg
-    from torch_geometric.graphgym.imports import pl  # `lightning` or `pytorch_lightning`; their classes do not mix
+    from torch_geometric.graphgym.loader import create_loader
     from torch_geometric.graphgym.model_builder import create_model
-    from torch_geometric.graphgym.train import GraphGymDataModule
 
     from . import gps
 
@@ -66,7 +64,7 @@ def run_graph(cell: Cell, progress: Progress, *, watch: int = 0) -> Result:
     name = cell.task.lower() if changes is None else "zinc"
     with as_file(files("quest_graphgps") / "configs" / f"{name}.yaml") as path:
         cfg.merge_from_file(str(path))
-    cfg.accelerator, cfg.num_workers, cfg.seed = "auto", 0, cell.seed
+    cfg.num_workers, cfg.seed = 0, cell.seed
     cfg.gt.attention = cell.attention
     cfg.train.batch_size, cfg.optim.base_lr = options["batch_size"], options["lr"]
     cfg.optim.max_epoch = min(options["epochs"], SMOKE_EPOCHS) if cell.smoke else options["epochs"]
@@ -85,85 +83,59 @@ def run_graph(cell: Cell, progress: Progress, *, watch: int = 0) -> Result:
             edges = torch.cat([graph.edge_attr for graph in graphs])
             cfg.dataset.edge_encoder_num_types = 1 + int(edges.max())
 
-    pl.seed_everything(cell.seed, verbose=False)
-    with _quiet():
-        module = GraphGymDataModule()
-        model = create_model()
+    seed_everything(cell.seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PyTorch Geometric about its own code
+        train, validation, test = create_loader()
+    model = create_model()
+    (optimizer,), (schedule,) = model.configure_optimizers()
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
     metric, higher, measure = METRICS.get(cell.suite) or METRICS.get(cell.task, ("accuracy", True, accuracy))
-    probe = Batch.from_data_list([*module.loaders[1].dataset][:watch]) if watch else None
+    probe = Batch.from_data_list([*validation.dataset][:watch]).to(model.device) if watch else None
+
+    @torch.no_grad()
+    def evaluate(loader: Any) -> float:
+        model.eval()
+        steps = [model.validation_step(batch.to(model.device)) for batch in loader]
+        return measure([(step["pred_score"].cpu(), step["true"].cpu()) for step in steps])
+
     losses: list[float] = []
     found: list[float] = []
     seen: dict[str, list[float]] = {}
-    best: dict[str, Any] = {"state": None, "epoch": -1}
-
-    class Watch(pl.Callback):
-        """Records losses, measures each epoch on the validation split, and keeps the best epoch's weights."""
-
-        def on_train_epoch_start(self, trainer: Any, lightning: Any) -> None:
-            self.batches: list[Tensor] = []
-
-        def on_train_batch_end(self, trainer: Any, lightning: Any, outputs: Any, *rest: Any) -> None:
-            self.batches.append(outputs["loss"].detach())
-
-        def on_validation_epoch_start(self, trainer: Any, lightning: Any) -> None:
-            self.pairs: list[tuple[Tensor, Tensor]] = []
-
-        def on_validation_batch_end(self, trainer: Any, lightning: Any, outputs: Any, batch: Any, *rest: Any) -> None:
-            self.pairs.append((outputs["pred_score"].cpu(), outputs["true"].cpu()))
-
-        on_test_epoch_start, on_test_batch_end = on_validation_epoch_start, on_validation_batch_end
-
-        def on_train_epoch_end(self, trainer: Any, lightning: Any) -> None:
-            losses.append(torch.stack(self.batches).mean().item())
-            found.append(measure(self.pairs))
-            sign = 1 if higher else -1
-            if best["state"] is None or sign * found[-1] > sign * found[best["epoch"]]:
-                best["epoch"] = len(found) - 1
-                best["state"] = {key: value.clone() for key, value in lightning.state_dict().items()}
-            if probe is not None:
-                for name, value in observe(lightning, probe.clone().to(lightning.device)).items():
-                    seen.setdefault(name, []).append(value)
-                lightning.train()
-            name = f"epoch-{len(found)}.ckpt"
-            trainer.save_checkpoint(cell.workdir / name)
-            save_state(cell, {"losses": losses, "found": found, "seen": seen, "best": best, "checkpoint": name})
-            for old in cell.workdir.glob("epoch-*.ckpt"):
-                if old.name != name:
-                    old.unlink()
-            progress(len(found) / cfg.optim.max_epoch, f"epoch {len(found)} validation {found[-1]:.4f}")
-
-    watch = Watch()
-    with _quiet():
-        trainer = pl.Trainer(
-            max_epochs=cfg.optim.max_epoch,
-            accelerator="gpu" if cfg.accelerator == "cuda" else "cpu",
-            devices=1,
-            callbacks=[watch],
-            gradient_clip_val=cfg.optim.clip_grad_norm_value,
-            default_root_dir=cell.workdir,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-        )
-        checkpoint = None
-        if state := load_state(cell):
-            losses += state["losses"]
-            found += state["found"]
-            seen |= state["seen"]
-            best |= state["best"]
-            checkpoint = str(cell.workdir / state["checkpoint"])
-        first = len(found)
-        started = time.perf_counter()
-        if first < cfg.optim.max_epoch:
-            trainer.fit(model, datamodule=module, ckpt_path=checkpoint)
-        seconds = (time.perf_counter() - started) / max(1, len(found) - first)
-        model.load_state_dict(best["state"])
-        trainer.test(model, datamodule=module, verbose=False)
+    best: dict[str, Any] = {}  # the number of the best epoch, and its weights
+    if state := load_state(cell):
+        losses, found, seen, best = (state[name] for name in ("losses", "found", "seen", "best"))
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    first = len(found)
+    started = time.perf_counter()
+    for epoch in range(first, cfg.optim.max_epoch):
+        model.train()
+        batches: list[Tensor] = []
+        for batch in train:
+            loss = model.training_step(batch.to(model.device))["loss"]
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.clip_grad_norm_value)
+            optimizer.step()
+            batches.append(loss.detach())
+        schedule.step()
+        losses.append(torch.stack(batches).mean().item())
+        found.append(evaluate(validation))
+        sign = 1 if higher else -1
+        if not best or sign * found[-1] > sign * found[best["epoch"]]:
+            best = {"epoch": epoch, "weights": copy.deepcopy(model.state_dict())}
+        if probe is not None:
+            for name, value in observe(model, probe.clone()).items():
+                seen.setdefault(name, []).append(value)
+        kept = {name: part.state_dict() for name, part in parts.items()}
+        save_state(cell, {"losses": losses, "found": found, "seen": seen, "best": best, **kept})
+        progress(len(found) / cfg.optim.max_epoch, f"epoch {len(found)} validation {found[-1]:.4f}")
+    seconds = (time.perf_counter() - started) / max(1, len(found) - first)
+    model.load_state_dict(best["weights"])
     return Result(
         metrics={
-            metric: measure(watch.pairs),
+            metric: evaluate(test),
             "validation": found[best["epoch"]],
             "epochs": float(len(found)),
             "seconds_per_epoch": seconds,
@@ -173,7 +145,7 @@ def run_graph(cell: Cell, progress: Progress, *, watch: int = 0) -> Result:
             "best_epoch": best["epoch"] + 1,
             "injected": str(model.model.attention_report),
             "parameters": sum(p.numel() for p in model.parameters()),
-            "graphs": [len(loader.dataset) for loader in module.loaders],
+            "graphs": [len(loader.dataset) for loader in (train, validation, test)],
             "classes": cfg.share.dim_out,
             "config": cfg.dump(),
         },
@@ -201,22 +173,6 @@ def run_rates(cell: Cell, progress: Progress) -> Result:
 
     rates = min(cell.options["rates"], 2) if cell.smoke else cell.options["rates"]
     return over_rates(sweep(cell.options["lowest"], rates, train, progress, keep=cell))
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence Lightning's and PyTorch Geometric's messages about devices, deprecations and workers."""
-    loggers = [logging.getLogger(name) for name in ("pytorch_lightning", "lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 # --- metrics --------------------------------------------------------------------------------------------------------
