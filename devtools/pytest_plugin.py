@@ -5,14 +5,14 @@
 - Every test starts with one PyTorch thread. The tensors of tests are tiny, and on a busy machine two threads wait for
   each other for minutes.
 - A skip without a reason is a failure. With ``QUEST_NO_SKIP=1`` every skip is a failure, for machines that are meant
-  to have all that the tests need. Expected failures are not changed, nor are skips because PyTorch is too old.
+  to have all that the tests need. Expected failures are not changed, nor are skips because PyTorch is too old, or
+  because a test needs a checkout of a host that is on no index.
 - A test that the installed PyTorch is too old for is skipped: see `versions`.
 - A test without the mark `slow` that works for more than LIMIT_S fails the run. The time is that of the processor, of
   the test and of the processes that it waited for. On a busy or slow machine, where that grows too, the limit is
   IMPORTS times the time of `import torch`, measured at the end.
 - The mark ``drawn(n)`` on a parametrized test chooses n of its cases by the seed of the run, QUEST_TEST_SEED; the
   others are marked `slow`.
-- What a suite appends to NOT_RUN while it is collected is shown at the end, and `./dev test` repeats it in its summary.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import secrets
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import TypeVar
 
 import pytest
@@ -34,8 +34,8 @@ from devtools import versions
 
 NO_REASON = ("", "unconditional skip")  # pytest's text for a test without a reason
 LIMIT_S, IMPORTS = 5.0, 6
-NOT_RUN: list[str] = []
-"""The tests that a suite did not collect, in words, and what they need."""
+ALLOWED = (versions.PREFIX, "needs a checkout")
+"""How a reason begins that ``QUEST_NO_SKIP=1`` allows, because no package would change the skip."""
 SEED, START = pytest.StashKey[int](), pytest.StashKey[float]()
 OVER = pytest.StashKey[dict[str, float]]()
 
@@ -90,12 +90,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # no garbage collection in a test looks at the million objects of an imported host
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _say_what_did_not_run(record_testsuite_property: Callable[[str, object], None]) -> None:
-    for tests in NOT_RUN:
-        record_testsuite_property("not run", tests)
-
-
 # --- skips ----------------------------------------------------------------------------------------------------------
 
 
@@ -107,7 +101,7 @@ def _examine(report: Report) -> Report:
     if reason in NO_REASON:
         report.outcome = "failed"
         report.longrepr = 'skipped without a reason; write pytest.skip("why") or @pytest.mark.skip(reason="why")'
-    elif os.environ.get("QUEST_NO_SKIP") == "1" and not reason.startswith(versions.PREFIX):
+    elif os.environ.get("QUEST_NO_SKIP") == "1" and not reason.startswith(ALLOWED):
         report.outcome = "failed"
         report.longrepr = f"skipped although QUEST_NO_SKIP=1: {reason}"
     return report
@@ -180,6 +174,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.line(pytest_report_header(config), yellow=True)
     for name, seconds in sorted(config.stash[OVER].items(), key=lambda one: -one[1]):
         terminalreporter.line(f"FAILED: {seconds:.1f} s of processor time; mark it slow, or make it faster: {name}")
-    for tests in NOT_RUN:
-        terminalreporter.section("NOT RUN", red=True)
-        terminalreporter.line(tests, red=True, bold=True)

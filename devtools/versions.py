@@ -12,7 +12,7 @@ from quest_core.compat import VERSION
 from quest_core.errors import UnsupportedError
 
 PREFIX = f"PyTorch {torch.__version__} "
-"""How a reason begins. Such a skip is not a failure with ``QUEST_NO_SKIP=1``, because no package would change it."""
+"""How a reason begins."""
 
 
 LIMITS_OF_2_5 = (

@@ -1,4 +1,4 @@
-"""Pointcept itself, from the checkout in QUEST_POINTCEPT_ROOT; without one this file is not collected (conftest.py)."""
+"""Pointcept itself, from the checkout in QUEST_POINTCEPT_ROOT."""
 
 import copy
 import functools
@@ -14,10 +14,13 @@ from typing import ClassVar
 import pytest
 import torch
 from clouds import clouds
-from conftest import NOT_RUN, ROOT
+from conftest import ROOT
 
 if not ROOT:
-    pytest.fail(f"QUEST_REQUIRE_POINTCEPT=1, and a checkout is missing, needed to run {NOT_RUN}", pytrace=False)
+    pytest.skip(
+        "needs a checkout of Pointcept whose requirements are installed; name it in QUEST_POINTCEPT_ROOT",
+        allow_module_level=True,
+    )
 
 import real_pointcept
 from outcomes import check
