@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 
 import pytest
@@ -26,9 +25,9 @@ LIMITS_OF_2_5 = (
 
 
 def needs_torch(version: str, what: str) -> None:
-    """Skip the test unless PyTorch `version`, such as "2.4", or a newer one is installed.
+    """Skip the test unless PyTorch `version`, such as "2.6", or a newer one is installed.
 
-    ``@pytest.mark.needs_torch("2.4", "torch.library.opcheck")`` does the same before the test starts.
+    ``@pytest.mark.needs_torch("2.6", "torch.onnx.export(dynamo=True)")`` does the same before the test starts.
     """
     if tuple(map(int, version.split("."))) > VERSION:
         pytest.skip(f"{PREFIX}is older than {version}, which {what} needs")
@@ -37,27 +36,13 @@ def needs_torch(version: str, what: str) -> None:
 def lacks(error: BaseException | None) -> str | None:
     """Return why `error` is a limit of the installed PyTorch, or None.
 
-    It is one if quest_core refuses for that reason, if PyTorch computes nothing in float16 on a CPU, or if PyTorch 2.5
-    raises one of the errors of LIMITS_OF_2_5.
+    It is one if quest_core refuses for that reason, or if PyTorch 2.5 raises one of the errors of LIMITS_OF_2_5.
     """
     text = str(error)
     if isinstance(error, UnsupportedError) and re.search(r"needs PyTorch (\d+\.\d+) or newer", text):
         return f"{PREFIX}is refused: {text}"
-    if isinstance(error, RuntimeError) and "not implemented for 'Half'" in text and not has_half():
-        return f"{PREFIX}has no float16 products on a CPU"
     said = text.splitlines() if isinstance(error, AssertionError) else [text]  # a grid asserts that a list is empty
     lines = [line for line in said if line]
     if VERSION < (2, 6) and lines and all(any(limit in line for limit in LIMITS_OF_2_5) for line in lines):
         return f"{PREFIX}cannot: {lines[0]}"
     return None
-
-
-@functools.cache
-def has_half() -> bool:
-    """Whether PyTorch multiplies batches of matrices of float16 on a CPU."""
-    x = torch.zeros(1, 1, 1, dtype=torch.float16)
-    try:
-        torch.bmm(x, x).softmax(-1)
-    except RuntimeError:
-        return False
-    return True

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import quest_core
-from devtools.versions import PREFIX, has_half
 from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Capabilities, refusal
 from quest_core.mechanisms import Cache, Family, Normalizer, Option, Score, local, visible
@@ -344,8 +343,6 @@ WRONG: dict[str, tuple[type[Component], set[str]]] = {
 
 @pytest.mark.parametrize("name", list(WRONG))
 def test_a_wrong_mechanism_fails_by_name(name):
-    if name == "norms in float16" and not has_half():
-        pytest.skip(f"{PREFIX}has no float16 products on a CPU")
     wrong, checks = WRONG[name]
     with known(toy(wrong)) as mechanism:
         outcomes = check_mechanism(mechanism, checks=sorted(checks), raises=False)

@@ -10,7 +10,6 @@ from quest_core.errors import PluginError
 from quest_research.speed import gpu
 from quest_suites.contract import Cell
 
-pytestmark = pytest.mark.needs_torch("2.5", "enable_gqa")
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU whose absence is tested")
 
 
