@@ -144,31 +144,46 @@ def evidence(page: str) -> list[dict[str, Any]]:
 
 
 def study(entry: dict[str, Any]) -> str:
-    """The page about the report of an entry, by its path from docs/."""
+    """The page about the report of an entry, by its path from the root."""
     folder = RESULTS / entry["report"]
     while not (folder / "README.md").exists():
         folder = folder.parent
-    return f"../{folder.relative_to(ROOT)}/README.md"
+    return f"{folder.relative_to(ROOT)}/README.md"
 
 
-def readme() -> str:
-    """The paper's difference and ours."""
-    lines = ["| QUEST − standard | paper | our model | seeds | ours (95 % interval) |", "|---|---:|---|--:|--:|"]
-    for entry in evidence("readme"):
-        found = row(entry, "quest")
-        seeds = found.finished if found else 0
-        model = f"[{entry['model']}]({study(entry).removeprefix('../')})"
-        lines.append(f"| {entry['label']} | {entry['paper']} | {model} | {seeds} | {effect(found)} |")
-    return "\n".join(lines)
+COMPARISONS = {
+    "readme": (
+        "| QUEST − standard | paper | our model | seeds | ours (95 % interval) |\n|---|---:|---|--:|--:|",
+        "| {label} | {paper} | [{model}]({study}) | {seeds} | {effect} |",
+        ("quest", "standard"),
+    ),
+    "choosing": (
+        "| you train | seeds | `quest` − `standard` |\n|---|--:|--:|",
+        "| [{label}](../{study}) | {seeds} | {effect} |",
+        ("quest", "standard"),
+    ),
+    "start": (
+        "| you train | write | `quest(init=12)` − `quest` |\n|---|---|--:|",
+        "| [{label}](../{study}) | {write} | {effect} |",
+        ("quest(init=12.0)", "quest"),
+    ),
+    "claims": (
+        "| claim | paper | our model | seeds | ours (95 % interval) | what settles it |\n|---|---|---|--:|--:|---|",
+        "| {claim} | {paper} | [{model}](../{study}) | {seeds} | {effect} | {settles} |",
+        ("quest", "standard"),
+    ),
+}
+"""Page of evidence.toml -> the head of its table, a line, and what is compared unless an entry names it."""
 
 
-def choosing() -> str:
-    """Differences from standard attention."""
-    lines = ["| you train | seeds | `quest` − `standard` |", "|---|--:|--:|"]
-    for entry in evidence("choosing"):
-        found = row(entry, "quest")
-        label = f"[{entry['label']}]({study(entry)})"
-        lines.append(f"| {label} | {found.finished if found else 0} | {effect(found)} |")
+def comparisons(page: str) -> str:
+    """The entries of a page, each with its difference."""
+    head, line, (plus, minus) = COMPARISONS[page]
+    lines = [head]
+    for entry in evidence(page):
+        found = row(entry, entry.get("attention", plus), entry.get("minus", minus))
+        facts = {"study": study(entry), "seeds": found.finished if found else 0, "effect": effect(found)}
+        lines.append(line.format(**entry, **facts))
     return "\n".join(lines)
 
 
@@ -183,34 +198,9 @@ def widths() -> str:
     return "\n".join(lines)
 
 
-def start() -> str:
-    """Differences of an initial query norm of 12 from none."""
-    lines = ["| you train | write | `quest(init=12)` − `quest` |", "|---|---|--:|"]
-    for entry in evidence("start"):
-        label = f"[{entry['label']}]({study(entry)})"
-        write = entry["write"] if " " in entry["write"] else f"`{entry['write']}`"
-        found = effect(row(entry, "quest(init=12.0)", "quest"))
-        lines.append(f"| {label} | {write} | {found} |")
-    return "\n".join(lines)
-
-
-def claims() -> str:
-    """What papers say, what we measured, and what would settle it."""
-    lines = [
-        "| claim | paper | our model | seeds | ours (95 % interval) | what settles it |",
-        "|---|---|---|--:|--:|---|",
-    ]
-    for entry in evidence("claims"):
-        found = row(entry, entry.get("attention", "quest"), entry.get("minus", "standard"))
-        seeds = found.finished if found else 0
-        ours = f"[{entry['model']}]({study(entry)}) | {seeds} | {effect(found)}"
-        lines.append(f"| {entry['claim']} | {entry['paper']} | {ours} | {entry['settles']} |")
-    return "\n".join(lines)
-
-
 TABLES = {"support": support, "mechanisms": formulas, "transforms": transforms}
-TABLES |= {"zoo": lambda: formulas(zoo()), "readme": readme, "choosing": choosing, "widths": widths}
-TABLES |= {"start": start, "claims": claims}
+TABLES |= {"zoo": lambda: formulas(zoo()), "widths": widths}
+TABLES |= {page: functools.partial(comparisons, page) for page in COMPARISONS}
 PLACES = {
     ROOT / "README.md": ("readme",),
     ROOT / "docs" / "choosing.md": ("choosing", "widths"),
