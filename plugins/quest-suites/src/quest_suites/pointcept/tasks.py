@@ -3,7 +3,7 @@
 torch-pointcloud has a module for Lightning and no trainer, so the loop is here. It follows Pointcept's nuScenes
 configuration: AdamW with weight decay 0.005 under a one-cycle schedule, cross-entropy plus Lovász loss, random turns,
 flips and scales, one point of each voxel. Model and scenes are small, so a cell takes minutes on a CPU; blocks have the
-same learning rate as the rest.
+same learning rate as the rest. Scenes are the same for all cells; the seed sets weights, order and augmentation.
 """
 
 from __future__ import annotations
@@ -34,10 +34,6 @@ SIZES: dict[str, Any] = {
     "decoder_num_heads": (4, 2),
     "drop_path": 0.1,
 }
-PROTOCOL = (
-    "Generated scenes, the same for all cells; the seed sets weights, order and augmentation. The last epoch is "
-    "evaluated, on one point of each voxel; no split selects anything."
-)
 
 
 class Batch(NamedTuple):
@@ -125,7 +121,6 @@ def run_scenes(cell: Cell, progress: Progress) -> Result:
         },
         series={"train_loss": losses},
         details={
-            "protocol": PROTOCOL,
             "iou": {name: 100 * value for name, value in iou.items()},
             "injected": str(model.attention_report),
             "parameters": sum(p.numel() for p in model.parameters()),

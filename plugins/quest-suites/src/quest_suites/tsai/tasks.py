@@ -37,12 +37,6 @@ from quest_suites.contract import Cell, Progress, Result, Trained, at_best_rate,
 
 from .data import find, read
 
-PROTOCOLS = {
-    "validation": "Early stopping and the reported epoch use a validation split: a fifth of the training series.",
-    "last": "All epochs are run, and the last one is reported.",
-    "paper": "Early stopping and the reported accuracy both use the test split, as in Time-Series-Library: optimistic.",
-}
-SCALING = "Standardised with training statistics; padded with zeros (paper) or masked NaN (TSTPlus)."
 VALIDATION_SHARE = 0.2
 GRADIENT_CLIP = 4.0
 SMOKE_EPOCHS = 2
@@ -260,7 +254,6 @@ def train(cell: Cell, progress: Progress) -> Result:
         },
         series={"train_loss": losses, "accuracy": accuracies, **({"validation": validation} if validation else {})},
         details={
-            "protocol": f"{PROTOCOLS[select]} {SCALING}",
             "reported_epoch": best + 1,
             "injected": str(learn.model.attention_report),
             "parameters": sum(p.numel() for p in learn.model.parameters()),
