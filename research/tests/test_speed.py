@@ -58,10 +58,10 @@ def test_ratios_are_taken_round_by_round(monkeypatch):
 
     monkeypatch.setattr(speed, "_time", clock)
     rows = speed.measure(tiny(rounds=9), 3)
-    assert {row.ratio for row in rows if row.peer in (speed.PEER, speed.NAIVE) and row.contender != row.peer} == {2.0}
-    assert {row.ratio for row in rows if row.contender == row.peer} == {1.0}
-    assert {row.ratio for row in rows if row.peer == speed.FORMULA} == {1.0}
-    assert {row.threads for row in rows} == {3}
+    found = {name: quartiles for row in rows for name, quartiles in row.ratios.items()}
+    assert found == dict.fromkeys((speed.FORMULA, "quest", "standard", "linear"), [2.0] * 3)
+    assert {row.milliseconds for row in rows} == {4000}
+    assert {row.where[-1] for row in rows} == {3}
     text = speed.markdown(rows)
     assert text.count("| (1, 1, 4, 4) | packed | 3 |") == 2
     assert text.count("###") == 4

@@ -91,19 +91,14 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Timing:
-    """One contender in one direction: milliseconds (median), and the ratio to `peer` (median, middle half)."""
+class Row:
+    """One row of the report."""
 
-    shape: Shape
-    layout: str
-    threads: int
     direction: str
     peer: str
-    contender: str
-    milliseconds: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
+    where: tuple[Shape, str, int]  # the shape, the layout and the number of threads
+    milliseconds: float  # of the peer, the median
+    ratios: dict[str, list[float]]  # contender -> the quartiles of its time as a multiple of the peer's
 
 
 def contenders(plan: Plan, peer: str, shape: Shape) -> dict[str, Attend]:
@@ -163,9 +158,9 @@ def _time(attend: Attend, make: Fresh, backward: bool, how: dict[str, Tensor], r
     return total / repeats
 
 
-def measure(plan: Plan, threads: int) -> list[Timing]:
+def measure(plan: Plan, threads: int) -> list[Row]:
     """Time every contender, in this process and with its number of threads, which the rows record."""
-    rows: list[Timing] = []
+    rows: list[Row] = []
     races = [(PEER, shape) for shape in plan.shapes] + ([(NAIVE, plan.linear_shape)] if plan.linear_shape else [])
     for (peer, shape), layout, backward in itertools.product(races, plan.layouts, (False, True)):
         print(f"{threads} threads: {shape} {layout} {DIRECTIONS[backward]}", file=sys.stderr, flush=True)
@@ -177,12 +172,11 @@ def measure(plan: Plan, threads: int) -> list[Timing]:
         for timer in timers.values():
             timer(2)  # warm up
         times = in_turns(timers, plan.rounds, plan.slice_seconds, 0)
-        pairs = [(peer, name) for name in racing] + [(FORMULA, "quest")] * ({FORMULA, "quest"} <= racing.keys())
-        for base, name in pairs:
-            ratios = [own / other for own, other in zip(times[name], times[base], strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-            where = (shape, layout, threads, DIRECTIONS[backward], base, name)
-            rows.append(Timing(*where, 1e3 * statistics.median(times[name]), middle, low, high))
+        base = times.pop(peer)
+        ratios = {name: [one / other for one, other in zip(own, base, strict=True)] for name, own in times.items()}
+        quartiles = {name: statistics.quantiles(own, n=4, method="inclusive") for name, own in ratios.items()}
+        where = (shape, layout, threads)
+        rows.append(Row(DIRECTIONS[backward], peer, where, 1e3 * statistics.median(base), quartiles))
     return rows
 
 
@@ -199,7 +193,7 @@ def start(threads: int) -> None:
             ctypes.CDLL(None).mallopt(threshold, 2**30)
 
 
-def measure_apart(plan: Plan, threads: int) -> list[Timing]:
+def measure_apart(plan: Plan, threads: int) -> list[Row]:
     """`measure` in a new process that has `threads` threads from its start; raises what an attention raises there."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, initializer=start, initargs=(threads,)) as pool:
@@ -209,24 +203,22 @@ def measure_apart(plan: Plan, threads: int) -> list[Timing]:
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
-def markdown(rows: list[Timing]) -> str:
+def markdown(rows: list[Row]) -> str:
     """A table for each direction and peer: shapes, layouts and threads down, contenders across."""
     lines = []
     for direction, peer in itertools.product(DIRECTIONS, (PEER, NAIVE)):
-        own = [row for row in rows if row.peer == peer and row.direction == direction]
+        own = [row for row in rows if (row.direction, row.peer) == (direction, peer)]
         if not own:
             continue
-        names = list(dict.fromkeys(row.contender for row in own if row.contender != peer))
+        names = list(own[0].ratios)
         lines += [
             *(f"### {direction}, against {peer}", ""),
             f"| (B, H, N, D) | layout | threads | {peer} | " + " | ".join(names) + " |",
             "|---|---|---:|---:|" + "---|" * len(names),
         ]
-        for where in dict.fromkeys((row.shape, row.layout, row.threads) for row in own):
-            found = {row.contender: row for row in own if (row.shape, row.layout, row.threads) == where}
-            ratios = [f"{found[n].ratio:.3f} ({found[n].ratio_low:.3f}-{found[n].ratio_high:.3f})" for n in names]
-            cells = [*map(str, where), f"{found[peer].milliseconds:.3f} ms", *ratios]
-            lines.append(f"| {' | '.join(cells)} |")
+        for row in own:
+            ratios = [f"{middle:.3f} ({low:.3f}-{high:.3f})" for low, middle, high in row.ratios.values()]
+            lines.append(f"| {' | '.join([*map(str, row.where), f'{row.milliseconds:.3f} ms', *ratios])} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -250,7 +242,7 @@ def run(plan: Plan, out: Path | None, *, threads: Sequence[int] | None, command:
     """Measure, write ``speed.md`` into `out` and return the report."""
     numbers, started = check_threads(threads), time.monotonic()
     rows = [row for number in numbers for row in measure_apart(plan, number)]
-    rows.sort(key=lambda row: [*plan.shapes, plan.linear_shape].index(row.shape))
+    rows.sort(key=lambda row: [*plan.shapes, plan.linear_shape].index(row.where[0]))
     facts = ", ".join(f"{key} {value}" for key, value in machine().items())
     text = f"""# Speed of attention
 
