@@ -112,10 +112,11 @@ def _train_and_evaluate(
     if cfg.lr_scheduler._name == "cosine":
         cfg.lr_scheduler.warmup_updates = min(cfg.lr_scheduler.warmup_updates, cfg.optimization.max_update // 4)
 
-    attacked = cell.workdir / "attacked"
-    copies = {f"attack{i}": swap_words(test, rate) for i, rate in enumerate(RATES.values())}
-    encoded = {name: [encode(line) for line in lines] if encode else lines for name, lines in copies.items()}
-    preprocess(attacked, encoded, dictionary=data_bin / "dict.txt")
+    places = {"perplexity": (data_bin, "test"), "validation perplexity": (data_bin, "valid")}
+    for metric, rate in RATES.items():
+        lines, attacked = swap_words(test, rate), cell.workdir / f"attacked-{rate}"
+        preprocess(attacked, {"test": list(map(encode, lines)) if encode else lines}, dictionary=data_bin / "dict.txt")
+        places[metric] = (attacked, "test")
 
     started = time.perf_counter()
     with watching(cfg.optimization.max_update, progress) as series:
@@ -125,8 +126,6 @@ def _train_and_evaluate(
     checkpoint = cell.workdir / "checkpoints" / "checkpoint_best.pt"
     progress(0.95, "evaluating")
     metrics: dict[str, float] = {}
-    places = {"perplexity": (data_bin, "test"), "validation perplexity": (data_bin, "valid")}
-    places |= {metric: (attacked, name) for metric, name in zip(RATES, copies, strict=True)}
     for metric, (folder, subset) in places.items():
         metrics[metric] = perplexity(
             checkpoint,
@@ -202,9 +201,10 @@ def parse(tool: str, given: Sequence[str]) -> DictConfig:
 def preprocess(
     folder: Path, splits: dict[str, Lines], dictionary: Path | None = None, pair: tuple[str, str] | None = None
 ) -> None:
-    """fairseq-preprocess: write `splits` in binary form to `folder`, with the dictionary of "train" or a given one.
+    """fairseq-preprocess: write "train", "valid" and "test", or some of them, in binary form to `folder`.
 
-    With a `pair` of languages each split has two texts, "train.en" and "train.de", and both share the dictionary.
+    The dictionary is that of "train", or a given one. With a `pair` of languages each split has two texts, "train.en"
+    and "train.de", and both share the dictionary.
     """
     from fairseq import options
     from fairseq_cli.preprocess import main
@@ -215,17 +215,11 @@ def preprocess(
     for name, lines in splits.items():
         (texts / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     given = ["--joined-dictionary", "--source-lang", pair[0], "--target-lang", pair[1]] if pair else ["--only-source"]
-    prefixes = dict.fromkeys(name.partition(".")[0] for name in splits)
     given += ["--destdir", str(folder), "--workers", "1"]
     given += ["--srcdict", str(dictionary)] if dictionary else []
-    for option, prefix in (("--trainpref", "train"), ("--validpref", "valid"), ("--testpref", "test")):
-        given += [option, str(texts / prefix)] if prefix in prefixes else []
-    others = [name for name in prefixes if name not in ("train", "valid", "test")]
-    given += ["--testpref", ",".join(str(texts / name) for name in others)] if others else []
+    for split in dict.fromkeys(name.partition(".")[0] for name in splits):
+        given += [f"--{split}pref", str(texts / split)]
     main(options.get_preprocessing_parser().parse_args(given))
-    for number, name in enumerate(others):  # fairseq names them test, test1, test2, ...
-        for file in list(folder.glob(f"test{number or ''}.*")):
-            file.rename(file.with_name(name + file.name[len(f"test{number or ''}") :]))
 
 
 def perplexity(
