@@ -13,6 +13,7 @@ from mmseg.datasets import ADE20KDataset
 from mmseg.registry import DATASETS, TRANSFORMS
 
 from devtools.cells import HostSuites, smoke_cell
+from quest_core.errors import PluginError
 from quest_suites.mmseg import scenes, tasks
 from quest_suites.mmseg.corruptions import CORRUPTIONS, Corrupt, distort, severities
 from quest_suites.mmseg.suites import SUITES
@@ -44,6 +45,14 @@ def test_shapes_are_reproducible_and_say_what_they_did(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_missing_package_of_corruptions_is_named_before_the_training(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "imagecorruptions", None)
+    reported = []
+    with pytest.raises(PluginError, match="pip install 'quest-suites\\[robustness\\]'"):
+        run_shapes(smoke_cell(SUITES, tmp_path, "seg/shapes"), lambda *said: reported.append(said))
+    assert not reported
+
+
 def test_an_interrupted_cell_goes_on_where_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "SMOKE_CORRUPTIONS", ())
 

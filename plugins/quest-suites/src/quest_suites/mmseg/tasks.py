@@ -19,7 +19,7 @@ from quest_suites.contract import Cell, Progress, Result
 from quest_suites.mmengine import losses, train
 
 from . import scenes
-from .corruptions import CORRUPTIONS, distort, severities
+from .corruptions import CORRUPTIONS, Corrupt, distort, severities
 
 CONFIGS = Path(quest_mmseg.__file__).parent / "configs"
 SMOKE_ITERATIONS = 4
@@ -101,6 +101,8 @@ def train_and_evaluate(
     config: Config, cell: Cell, iterations: int, progress: Progress, *, share: float, with_corruptions: bool = False
 ) -> Result:
     """Train, which is a `share` of the cell's progress, and evaluate."""
+    if with_corruptions:
+        Corrupt(CORRUPTIONS[0], 1)  # raises before the training if its package is missing
     runner = train(config, cell, iterations, lambda done, text: progress(share * done, text))
     return evaluate(runner, cell, lambda done, text: progress(share + (1 - share) * done, text), with_corruptions)
 
