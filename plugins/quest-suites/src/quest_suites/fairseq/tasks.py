@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import shutil
-import time
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -43,8 +42,8 @@ def run_wikitext103(cell: Cell, progress: Progress) -> Result:
     """Train and evaluate one of the paper's models on WikiText-103.
 
     Returns:
-        Metrics ``perplexity`` (on the test text), ``validation perplexity``, those of RATES, ``updates_per_second``;
-        series ``train_loss`` and ``valid_loss`` in bits a token.
+        Metrics ``perplexity`` (on the test text), ``validation perplexity`` and those of RATES; series
+        ``train_loss`` and ``valid_loss`` in bits a token.
     """
     assert cell.data is not None  # the harness has checked it
     folder = cell.data
@@ -118,10 +117,8 @@ def _train_and_evaluate(
         preprocess(attacked, {"test": list(map(encode, lines)) if encode else lines}, dictionary=data_bin / "dict.txt")
         places[metric] = (attacked, "test")
 
-    started = time.perf_counter()
     with watching(cfg.optimization.max_update, progress) as series:
         train(cfg)
-    seconds = time.perf_counter() - started
 
     checkpoint = cell.workdir / "checkpoints" / "checkpoint_best.pt"
     progress(0.95, "evaluating")
@@ -137,7 +134,6 @@ def _train_and_evaluate(
             cpu=bool(cfg.common.cpu),
         )
     state = torch.load(checkpoint, map_location="cpu", weights_only=False)
-    metrics["updates_per_second"] = cfg.optimization.max_update / seconds
     return Result(
         metrics=metrics,
         series=series,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,8 @@ def run_multi30k(cell: Cell, progress: Progress) -> Result:
     the translations with the raw sentences, in lower case too.
 
     Returns:
-        Metrics ``BLEU``, ``validation loss`` (of the checkpoint, with label smoothing, bits a piece),
-        ``largest logit`` and ``entropy`` over all attention, and ``updates_per_second``; series ``train_loss`` and
-        ``valid_loss``.
+        Metrics ``BLEU``, ``validation loss`` (of the checkpoint, with label smoothing, bits a piece), and
+        ``largest logit`` and ``entropy`` over all attention; series ``train_loss`` and ``valid_loss``.
     """
     from fairseq import checkpoint_utils
     from sacrebleu.metrics import BLEU
@@ -53,10 +51,8 @@ def run_multi30k(cell: Cell, progress: Progress) -> Result:
 
     updates = SMOKE_UPDATES if cell.smoke else options["updates"]
     device = [] if torch.cuda.is_available() else ["--cpu"]
-    started = time.perf_counter()
     with watching(updates, progress) as series:
         train(parse("training", training(cell, data_bin, updates) + device))
-    seconds = time.perf_counter() - started
 
     progress(0.9, "translating")
     checkpoint = cell.workdir / "checkpoints" / "checkpoint_best.pt"
@@ -71,7 +67,6 @@ def run_multi30k(cell: Cell, progress: Progress) -> Result:
             "BLEU": score.score,
             "validation loss": float(state["extra_state"]["best"]),
             **look(model, task),
-            "updates_per_second": updates / seconds,
         },
         series=series,
         details={

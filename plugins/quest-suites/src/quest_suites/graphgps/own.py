@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,8 +45,8 @@ def run_own(cell: Cell, progress: Progress) -> Result:
     """Train one config with one attention and one seed in GraphGPS's trainer.
 
     Returns:
-        The metrics of the test split at the epoch that is best on the validation split, ``seconds_per_epoch`` and
-        ``epochs``; series of loss and metric for each split.
+        The metrics of the test split at the epoch that is best on the validation split, and ``epochs``; series of loss
+        and metric for each split.
     """
     assert cell.data is not None
     config = yaml.safe_load((cell.data / cell.task).read_text(encoding="utf-8"))
@@ -58,16 +57,15 @@ def run_own(cell: Cell, progress: Progress) -> Result:
     words += ["train.auto_resume", "True", "train.enable_ckpt", "True", "train.ckpt_period", "1"]
     words += ["optim.max_epoch", str(SMOKE_EPOCHS)] if cell.smoke else []
     words += cell.options["set"].split()
-    started = time.perf_counter()
     command = [sys.executable, "-m", "quest_graphgps", *words]
     for line in own_trainer("GraphGPS's main.py", command, folder=cell.data):
         if line.startswith("val: {'epoch': "):
             done = int(line.partition("'epoch': ")[2].partition(",")[0]) + 1
             progress(min(done / epochs, 1.0), line.strip()[:100])
-    return read_stats(cell.workdir / "results", metric, config.get("metric_agg", "argmax") == "argmax", started)
+    return read_stats(cell.workdir / "results", metric, config.get("metric_agg", "argmax") == "argmax")
 
 
-def read_stats(results: Path, metric: str, higher: bool, started: float) -> Result:
+def read_stats(results: Path, metric: str, higher: bool) -> Result:
     """Read the stats.json of every split, one JSON line an epoch; a resumed epoch's last line counts."""
     splits: dict[str, dict[int, Mapping[str, float]]] = {}
     for name in ("train", "val", "test"):
@@ -84,12 +82,10 @@ def read_stats(results: Path, metric: str, higher: bool, started: float) -> Resu
     best = max(shared, key=lambda epoch: sign * splits["val"][epoch].get(metric, -sign * math.inf))
     series = {f"{name}_{key}": [float(line[key]) for _, line in sorted(lines.items()) if key in line]
               for name, lines in splits.items() for key in dict.fromkeys(("loss", metric))}  # fmt: skip
-    times = [float(line["time_epoch"]) for line in splits.get("train", {}).values() if "time_epoch" in line]
     return Result(
         metrics={
             **{name: float(value) for name, value in splits["test"][best].items() if name in known},
             "epochs": float(len(shared)),
-            "seconds_per_epoch": sum(times) / len(times) if times else (time.perf_counter() - started) / len(shared),
         },
         series=series,
         details={"reported_epoch": best, "validation": float(splits["val"][best][metric])},

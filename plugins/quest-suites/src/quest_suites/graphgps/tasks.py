@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import math
 import shutil
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -47,8 +46,7 @@ def run_graph(cell: Cell, progress: Progress, *, watch: int = 0) -> Result:
 
     Returns:
         The suite's metric on the test split at the best validation epoch, its value on the validation split there,
-        ``epochs`` and ``seconds_per_epoch``; series ``train_loss`` and ``validation`` by epoch, and with `watch` those
-        of `observe`.
+        and ``epochs``; series ``train_loss`` and ``validation`` by epoch, and with `watch` those of `observe`.
     """
     from torch_geometric import seed_everything
     from torch_geometric.data import Batch
@@ -107,9 +105,7 @@ def run_graph(cell: Cell, progress: Progress, *, watch: int = 0) -> Result:
         losses, found, seen, best = (state[name] for name in ("losses", "found", "seen", "best"))
         for name, part in parts.items():
             part.load_state_dict(state[name])
-    first = len(found)
-    started = time.perf_counter()
-    for epoch in range(first, cfg.optim.max_epoch):
+    for epoch in range(len(found), cfg.optim.max_epoch):
         model.train()
         batches: list[Tensor] = []
         for batch in train:
@@ -131,14 +127,12 @@ def run_graph(cell: Cell, progress: Progress, *, watch: int = 0) -> Result:
         kept = {name: part.state_dict() for name, part in parts.items()}
         save_state(cell, {"losses": losses, "found": found, "seen": seen, "best": best, **kept})
         progress(len(found) / cfg.optim.max_epoch, f"epoch {len(found)} validation {found[-1]:.4f}")
-    seconds = (time.perf_counter() - started) / max(1, len(found) - first)
     model.load_state_dict(best["weights"])
     return Result(
         metrics={
             metric: evaluate(test),
             "validation": found[best["epoch"]],
             "epochs": float(len(found)),
-            "seconds_per_epoch": seconds,
         },
         series={"train_loss": losses, "validation": found, **seen},
         details={

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +50,8 @@ def run_own(cell: Cell, progress: Progress) -> Result:
     """Train one config with one attention and one seed in Pointcept's trainer.
 
     Returns:
-        Pointcept's metrics of the last epoch in %, ``best <metric>`` over the epochs, ``precise <metric>`` if the
-        config evaluates precisely at the end, and ``seconds_per_epoch``; series of loss and metrics by epoch.
+        Pointcept's metrics of the last epoch in %, ``best <metric>`` over the epochs, and ``precise <metric>`` if the
+        config evaluates precisely at the end; series of loss and metrics by epoch.
     """
     assert cell.data is not None
     root, base, gpus = cell.data, cell.data / cell.task, 1 if cell.smoke else cell.options["gpus"]
@@ -64,16 +63,11 @@ def run_own(cell: Cell, progress: Progress) -> Result:
     command += ["--num-gpus", str(gpus), "--options", f"save_path={out}", *cell.options["set"].split()]
     command += [f"weight={last}", "resume=True"] if last.is_file() else []
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
-    started = time.perf_counter()
-    trained = 0
     for line in own_trainer("Pointcept's trainer", command, folder=root, environment={"PYTHONPATH": path}):
         if match := re.search(r"Train: \[(\d+)/(\d+)\]\[(\d+)/(\d+)\].* loss: ([\d.]+)", line):
             epoch, epochs, step, steps = (int(number) for number in match.groups()[:4])
-            trained += step == steps
             progress((epoch - 1 + step / steps) / epochs, f"epoch {epoch} loss {match[5]}")
-    result = read_log(out / "train.log")
-    result.metrics["seconds_per_epoch"] = (time.perf_counter() - started) / max(trained, 1)
-    return result
+    return read_log(out / "train.log")
 
 
 def config_lines(cell: Cell, base: Path, out: Path) -> list[str]:

@@ -9,7 +9,6 @@ same learning rate as the rest. Scenes are the same for all cells; the seed sets
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -49,8 +48,8 @@ def run_scenes(cell: Cell, progress: Progress) -> Result:
     """Train and evaluate a small Point Transformer V3 on generated scenes.
 
     Returns:
-        Metrics ``miou`` (mean intersection over union of the classes, in %), ``accuracy`` (% of points) and
-        ``seconds_per_epoch``; series ``train_loss`` by epoch; the IoU of every class in the details.
+        Metrics ``miou`` (mean intersection over union of the classes, in %) and ``accuracy`` (% of points); series
+        ``train_loss`` by epoch; the IoU of every class in the details.
     """
     from torch_pointcloud.losses.lovasz import LovaszLoss
 
@@ -81,14 +80,12 @@ def run_scenes(cell: Cell, progress: Progress) -> Result:
     cross_entropy, lovasz = nn.CrossEntropyLoss(), LovaszLoss()
     random = np.random.default_rng(cell.seed)
     losses: list[float] = []
-    started = time.perf_counter()
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
     if state := load_state(cell):
         losses, random.bit_generator.state = state["losses"], state["random"]
         for name, part in parts.items():
             part.load_state_dict(state[name])
-    first = len(losses)
-    for epoch in range(first, epochs):
+    for epoch in range(len(losses), epochs):
         model.train()
         total = torch.zeros((), device=device)
         for batch in batches(data["train"], options, random, device):
@@ -103,7 +100,6 @@ def run_scenes(cell: Cell, progress: Progress) -> Result:
         kept = {name: part.state_dict() for name, part in parts.items()}
         save_state(cell, {"losses": losses, "random": random.bit_generator.state, **kept})
         progress((epoch + 1) / epochs, f"epoch {epoch + 1} loss {losses[-1]:.3f}")
-    seconds = time.perf_counter() - started
 
     model.eval()
     confusion = torch.zeros(len(scenes.CLASSES), len(scenes.CLASSES), dtype=torch.long, device=device)  # truth × guess
@@ -117,7 +113,6 @@ def run_scenes(cell: Cell, progress: Progress) -> Result:
         metrics={
             "miou": 100 * float(np.nanmean(list(iou.values()))),
             "accuracy": 100 * (confusion.diagonal().sum() / confusion.sum()).item(),
-            "seconds_per_epoch": seconds / max(1, epochs - first),
         },
         series={"train_loss": losses},
         details={

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -115,8 +114,8 @@ def train(cell: Cell, progress: Progress) -> Result:
     """Train and evaluate at the rate ``lr``.
 
     Returns:
-        Metrics ``accuracy`` (on the test split, in %, of the epoch that `select` chooses), ``last_accuracy``,
-        ``epochs`` and ``seconds_per_epoch``; series ``train_loss``, ``accuracy`` and, with select=validation,
+        Metrics ``accuracy`` (on the test split, in %, of the epoch that `select` chooses), ``last_accuracy``
+        and ``epochs``; series ``train_loss``, ``accuracy`` and, with select=validation,
         ``validation`` by epoch.
     """
     from fastai.callback.core import CancelFitException
@@ -228,7 +227,6 @@ def train(cell: Cell, progress: Progress) -> Result:
         learner.model.train()
         return 100 * float(sum(right)) / len(test_y)
 
-    first = 0
     if state := load_state(cell):
         learn.model.load_state_dict(state["model"])
         learn.create_opt()
@@ -237,12 +235,9 @@ def train(cell: Cell, progress: Progress) -> Result:
             loader.rng.setstate(draws)
         for series, kept in ((losses, "losses"), (accuracies, "accuracies"), (validation, "validation")):
             series += state[kept]
-        first = len(losses)
-    started = time.perf_counter()
     if not is_over():
         with learn.no_bar(), learn.no_logging():
-            learn.fit(epochs - first)
-    seconds = (time.perf_counter() - started) / max(1, len(losses) - first)
+            learn.fit(epochs - len(losses))
 
     best = len(accuracies) - 1 if select == "last" else last_best(steering)
     return Result(
@@ -250,7 +245,6 @@ def train(cell: Cell, progress: Progress) -> Result:
             "accuracy": accuracies[best],
             "last_accuracy": accuracies[-1],
             "epochs": float(len(accuracies)),
-            "seconds_per_epoch": seconds,
         },
         series={"train_loss": losses, "accuracy": accuracies, **({"validation": validation} if validation else {})},
         details={
