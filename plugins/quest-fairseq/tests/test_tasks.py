@@ -5,6 +5,7 @@ import itertools
 import math
 from collections import Counter
 
+import pytest
 import torch
 
 from devtools.cells import HostSuites, smoke_cell
@@ -70,12 +71,16 @@ def test_byte_pairs_are_those_of_the_definition():
     assert BytePairs(lines, 60).merges == slow_merges(lines, 60)
 
 
-def test_a_cell_of_the_documentation(tmp_path):
-    """In the folder of a stopped cell: fairseq-preprocess refuses a dictionary that is there already."""
-    given = smoke_cell(SUITES, tmp_path, "lm/pydocs")
-    tasks.preprocess(given.workdir / "data-bin", {"train": ["some words"]})
-    assert (given.workdir / "data-bin" / "dict.txt").is_file()
-    heard = []
+def test_a_cell_of_the_documentation_that_was_stopped_while_it_was_evaluated(tmp_path, monkeypatch):
+    """It is not trained further, and fairseq-preprocess meets a dictionary that is there already."""
+
+    def stop(*args, **options):
+        raise KeyboardInterrupt
+
+    given, heard = smoke_cell(SUITES, tmp_path, "lm/pydocs"), []
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(tasks, "perplexity", stop)
+        run_pydocs(given, lambda fraction, text: heard.append(fraction))
     result = run_pydocs(given, lambda fraction, text: heard.append(fraction))
     metrics = {entry["metric"] for entry in SUITES["lm/pydocs"]["also"]} | {SUITES["lm/pydocs"]["metric"]}
     assert metrics <= result.metrics.keys()

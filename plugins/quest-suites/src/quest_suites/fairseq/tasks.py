@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 import quest_fairseq
 from quest_core.checkpoints import ENTRY
-from quest_suites.contract import Cell, Progress, Result
+from quest_suites.contract import Cell, Progress, Result, load_state, save_state
 
 from .corpus import JOINT, BytePairs, Lines, pydocs, swap_words
 
@@ -117,8 +117,11 @@ def _train_and_evaluate(
         preprocess(attacked, {"test": list(map(encode, lines)) if encode else lines}, dictionary=data_bin / "dict.txt")
         places[metric] = (attacked, "test")
 
-    with watching(cfg.optimization.max_update, progress) as series:
-        train(cfg)
+    state = load_state(cell)
+    if state is None:  # fairseq's own checkpoint, once it is trained, would be trained for one update more
+        with watching(cfg.optimization.max_update, progress) as series:
+            train(cfg)
+        save_state(cell, state := {"series": series})
 
     checkpoint = cell.workdir / "checkpoints" / "checkpoint_best.pt"
     progress(0.95, "evaluating")
@@ -133,15 +136,15 @@ def _train_and_evaluate(
             post_process=f"{JOINT} " if encode else None,
             cpu=bool(cfg.common.cpu),
         )
-    state = torch.load(checkpoint, map_location="cpu", weights_only=False)
+    trained = torch.load(checkpoint, map_location="cpu", weights_only=False)
     return Result(
         metrics=metrics,
-        series=series,
+        series=state["series"],
         details={
             "config": config,
             "attention": cell.attention,
-            "parameters": sum(x.numel() for name, x in state["model"].items() if is_parameter(name)),
-            "updates": state["optimizer_history"][-1]["num_updates"],
+            "parameters": sum(x.numel() for name, x in trained["model"].items() if is_parameter(name)),
+            "updates": trained["optimizer_history"][-1]["num_updates"],
             "window": {"tokens": int(cfg.task.tokens_per_sample), "context": context},
         },
     )
