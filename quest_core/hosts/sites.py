@@ -223,11 +223,13 @@ def restoring(model: nn.Module) -> Iterator[None]:
     """Run a model in the block without gradients; at the end its modules and the random state are as they were.
 
     So a module that fills a buffer and counts how much of it is filled gets both back. A module that makes layers or
-    parameters when it first runs keeps them, and with them its attributes and the contents of its buffers.
+    parameters when it first runs keeps them, and with them its other attributes and the contents of its buffers.
+    Modes are restored in all modules, so the block may call `eval`.
     """
+    modes = {module: module.training for module in model.modules()}
     kept = [
         (module, _layout(module), _attributes(module), [(x, x.clone()) for x in module.buffers(recurse=False)])
-        for module in model.modules()
+        for module in modes
     ]
     with torch.no_grad():
         try:
@@ -235,6 +237,7 @@ def restoring(model: nn.Module) -> Iterator[None]:
                 yield
         finally:
             for module, layout, attributes, values in kept:
+                module.training = modes[module]
                 if _layout(module) == layout:
                     _restore(module, attributes)
                     for buffer, before in values:
@@ -261,15 +264,3 @@ def _restore(module: nn.Module, attributes: Mapping[str, tuple[Any, Any]]) -> No
             value.clear()
             (value.extend if isinstance(value, list) else value.update)(contents)
         own[name] = value
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode in the block; at the end each module gets its own mode back."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

@@ -20,7 +20,7 @@ from quest_core.drafts import host_class
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, moves, rate, refusal
 from quest_core.hosts.inject import KEYS, REPORT, Request, inject
-from quest_core.hosts.sites import FoundSite, evaluating, within
+from quest_core.hosts.sites import FoundSite, within
 from quest_core.hosts.torch import TorchAdapter
 from quest_core.hosts.universal import Routed
 from quest_core.mechanism import Mechanism
@@ -180,15 +180,15 @@ def _input_size(part: Any) -> tuple[int, int, int] | None:
 
 
 def _run(paths: Iterable[str], calls: Iterator[int], model: nn.Module) -> None:
-    """Run parts of a model, each of timm, on two images, and each time on others."""
+    """Run parts of a model, each of timm, on two images, and each time on others; `inject` restores their modes."""
     for path in paths:
         part = model.get_submodule(path)
         size = _input_size(part) or ()
         draw = torch.Generator().manual_seed(next(calls))
         try:
             images = torch.randn(2, *size, generator=draw).to(next(part.parameters()))
-            with evaluating(part):
-                part(images)
+            part.eval()
+            part(images)
         except Exception as error:  # whatever a model raises on inputs that do not suit it
             raise InjectionError(
                 f"{type(part).__name__} has attention that only a run of it finds, and does not run on images of shape "

@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers.modeling_utils import PreTrainedModel
 
 from quest_core.errors import InjectionError
-from quest_core.hosts.sites import evaluating, restoring
+from quest_core.hosts.sites import restoring
 
 from .inputs import TRIES, inputs
 
@@ -50,7 +50,7 @@ class Example:
             missed = [path for path in missed if path not in reached]
 
     def __call__(self, model: nn.Module) -> None:
-        """Run the parts, in evaluation mode."""
+        """Run the parts, in evaluation mode; `inject` restores their modes."""
         for run in self.runs:
             self._run(*run)
 
@@ -98,5 +98,5 @@ class Example:
         part: Any = self.modules[path]
         config = self.modules[self._around(path)[0]].config
         self.calls += 1
-        with evaluating(part):
-            part(**inputs(part, config, number, torch.Generator().manual_seed(self.calls)))
+        part.eval()
+        part(**inputs(part, config, number, torch.Generator().manual_seed(self.calls)))
