@@ -710,7 +710,7 @@ def test_whether_a_scale_is_undone_does_not_depend_on_the_values_of_queries():
     for normed in (False, True):
         host, x = Scaled(0.5, 1, 1.0, normed=normed), torch.randn(2, 5, 16)
         quest_core.inject(host, "quest", example=x)
-        assert host.undone == (2, 1)
+        assert host.undone == (0.5, 1)
 
 
 class Lost(Scaled):

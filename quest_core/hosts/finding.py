@@ -202,10 +202,8 @@ class _Judge:
             product = replace(product, head=split[0])
         tokens = math.prod(q.sizes[s] for s in letters[query] if s in batch - {*letters[key], *split})
         return product, Written(
-            "",
-            (product,),
-            (),
-            (),
+            path="",
+            products=(product,),
             heads=q.sizes[split[0]] if product.head else 1,
             kv_heads=k.sizes.get(split[0], 1) if product.head else 1,
             head_dim=head_dim,

@@ -11,8 +11,9 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,48 @@ HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_head
 """Attributes that hold the number of heads. A module with one of them and two Linear layers looks like attention."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What an example showed of the attention of one module."""
+
+    path: str  # of the module
+    heads: int  # query heads; 1 where they are not known
+    kv_heads: int  # key/value heads
+    head_dim: int  # features of a query head
+    causal: bool = False  # every later key was hidden
+    cross: bool = False  # queries and keys had different numbers of tokens
+    repeated: bool = False  # one forward attended more than once
+    note: str = ""  # a remark for the report
+    query: Tensor | None = field(default=None, compare=False)  # without values: has the device and the type of queries
+
+    does: ClassVar[Any]
+    """A verb and its object for messages."""
+    flags: ClassVar[tuple[str, ...]] = ("causal", "cross", "repeated")
+    """Fields that are true if they are so in one of several forwards."""
+    optional: ClassVar[Mapping[str, Any]] = {"note": ""}
+    """Fields that may differ between forwards, with what they become then."""
+
+    def join(self, other: Any) -> Any:
+        """Return what two forwards of one module have in common; UnsupportedError if they need two mechanisms."""
+        common = {name: getattr(self, name) or getattr(other, name) for name in self.flags}
+        common |= {name: x for name, x in self.optional.items() if getattr(self, name) != getattr(other, name)}
+        made = replace(self, **common)
+        for name in (one.name for one in fields(self) if one.compare and one.name not in common):
+            one, two = getattr(made, name), getattr(other, name)
+            if one != two:
+                how = f"other {name}" if isinstance(one, tuple) else f"{name}={one} and with {name}={two}"
+                raise UnsupportedError(
+                    f"'{self.path}' {self.does} with {how}, and a site has one mechanism; write an adapter that makes "
+                    "two: https://quest-attention.github.io/quest/writing-an-adapter/"
+                )
+        return made
+
+
+def without(pair: Iterable[Tensor], factors: Iterable[float]) -> list[Tensor]:
+    """Return q and k divided by factors of the host."""
+    return [x if factor == 1 else x * (1 / factor) for x, factor in zip(pair, factors, strict=False)]
+
+
 class FoundSite(nn.Module):
     """Mixed into the class of a site.
 
@@ -35,7 +78,7 @@ class FoundSite(nn.Module):
     """
 
     mechanism: Mechanism
-    found_attention: Any  # what an example showed of its attention: a Call or a Written
+    found_attention: Any  # a Call or a Written
 
     def attention_mode(self) -> Any:
         """Return the TorchFunctionMode of one forward, whose `finish` raises UnsupportedError if it saw no attention.

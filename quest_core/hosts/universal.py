@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,7 @@ from .adapter import Capabilities, mechanism_for
 from .following import Comparing
 from .sites import (
     KEPT,
+    Found,
     FoundSite,
     beyond_operands,
     common_norm,
@@ -44,33 +46,28 @@ from .sites import (
     norm_note,
     refuse_checkpoint,
     site_draft,
+    without,
 )
 
 
-@dataclass(frozen=True)
-class Call:
-    """The calls of one module while the example ran."""
+@dataclass(frozen=True, kw_only=True)
+class Call(Found):
+    """The calls of one module while the example ran. `heads` is 1 for queries without an axis of heads."""
 
-    path: str  # of the module
-    heads: int  # query heads H, the last axis but two; 1 for queries without such an axis
-    kv_heads: int  # key/value heads G
-    head_dim: int  # features D of a query head
     scale: float | None = None  # the host's factor on q·k; None for 1/√D
-    factors: tuple[float, float] | None = (1.0, 1.0)  # by which the host multiplied q and k before, in place of a scale
-    causal: bool = False  # the call or its mask hid every later key
-    cross: bool = False  # queries and keys had different numbers of tokens
+    # By which the host multiplied q and k before, in place of a scale; None if one call differs from another.
+    factors: tuple[float, float] | None = (1.0, 1.0)
     masked: bool = False  # a mask hid other pairs of queries and keys than whole keys
     dropout: bool = False  # weights were dropped
-    repeated: bool = False  # one forward called the function more than once
     axes: int = 4  # of the queries. Only with four it is known which axis is that of heads.
     function: str = "scaled_dot_product_attention"  # that it called
     weights: bool = False  # the function returned weights
-    note: str = ""  # a remark for the report
-    query: Tensor | None = None  # without values: has the device and the type of the queries
+
+    flags = (*Found.flags, "masked", "dropout", "weights")
+    optional: ClassVar[Mapping[str, Any]] = {**Found.optional, "factors": None}
 
     @property
     def does(self) -> str:
-        """A verb and its object for messages: the module calls its function."""
         return f"calls {self.function}"
 
     @property
@@ -100,9 +97,9 @@ class Call:
     def draft(self, module: nn.Module, config: AttentionConfig) -> Any:
         """Return the draft of the module as a site with a mechanism; its parameters are the same objects."""
         made = site_draft(Routed, module, replace(self, query=None))
-        scale, made.undone = self.scale, None
+        scale, made.undone = self.scale, (1.0, 1.0)
         if self.factors is not None and not config.is_standard and self.factors != (1, 1):
-            made.undone = tuple(1 / factor for factor in self.factors)
+            made.undone = self.factors
             scale = math.prod((self.scale_of(self.head_dim), *self.factors))
         made.mechanism = mechanism_for(module, config, self.sizes(config), scale, like=self.query)
         if isinstance(module, nn.MultiheadAttention):
@@ -131,22 +128,6 @@ class Call:
         if config.family is not None and self.heads != self.kv_heads:
             return f"'{config.family}' needs as many key/value heads ({self.kv_heads}) as query heads ({self.heads})"
         return None
-
-    def join(self, other: Call) -> Call:
-        """Return what both calls of one module ask for; UnsupportedError if they need two mechanisms."""
-        for name in ("function", "heads", "kv_heads", "head_dim", "scale", "axes"):
-            one, two = getattr(self, name), getattr(other, name)
-            if one != two:
-                raise UnsupportedError(
-                    f"'{self.path}' attends with {name}={one} and with {name}={two}, and a site has one mechanism; "
-                    "write an adapter that makes two: https://quest-attention.github.io/quest/writing-an-adapter/"
-                )
-        flags = ("causal", "cross", "masked", "dropout", "repeated", "weights")
-        note = self.note if self.note == other.note else ""
-        factors = self.factors if self.factors == other.factors else None
-        return replace(
-            self, note=note, factors=factors, **{name: getattr(self, name) or getattr(other, name) for name in flags}
-        )
 
 
 class _Arguments(NamedTuple):
@@ -186,13 +167,7 @@ class Routed(FoundSite):
     """
 
     found_attention: Call
-    undone: tuple[float, float] | None  # factors that give back the queries and keys that the host has scaled
-
-    def undo_scale(self, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-        """Return queries and keys without the scale of the host."""
-        if self.undone is None:
-            return q, k
-        return tuple(x if factor == 1 else x * factor for x, factor in zip((q, k), self.undone, strict=True))
+    undone: tuple[float, float]  # factors of the host on queries and keys that give way to the scale of the score
 
     def attention_mode(self) -> _Route | None:
         """Return the mode that redirects the calls, or None where the host computes the same and no Monitor watches."""
@@ -203,7 +178,7 @@ class _Route(Comparing):
     """Sends a site's calls of its attention function to it; everything else passes."""
 
     def __init__(self, site: Routed) -> None:
-        super().__init__(site, eager=site.undone is not None)
+        super().__init__(site, eager=site.undone != (1, 1))
         self.calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -249,7 +224,7 @@ def _read(path: str, *args: Any, **kwargs: Any) -> Call:
         is_causal = is_causal or hides_the_future(mask)
         masked = True
     return Call(
-        path,
+        path=path,
         heads=_heads(q),
         kv_heads=_heads(k),
         head_dim=q.shape[-1],
@@ -269,7 +244,7 @@ def _attend(site: Routed, *args: Any, **kwargs: Any) -> Tensor:
     call = _Arguments(*args, **kwargs)
     q, k, v = call.operands()
     _check(site, _heads(q), q.shape[-1], call.scale)
-    q, k = site.undo_scale(q, k)
+    q, k = without((q, k), site.undone)
     axes = q.dim()
     mask = plain_mask(call.attn_mask, q.device)
     is_causal = call.is_causal  # query i sees keys j ≤ i, as PyTorch aligns them
@@ -368,7 +343,7 @@ def _read_multi_head(path: str, *args: Any, **kwargs: Any) -> Call:
     given, mask = call.given, call.given["attn_mask"]
     hidden = mask if mask is None or mask.dtype != torch.bool else ~mask
     return Call(
-        path,
+        path=path,
         heads=call.num_heads,
         kv_heads=call.num_heads,
         head_dim=call.head_dim,
@@ -404,7 +379,7 @@ def _attend_flex(site: Routed, query: Tensor, key: Tensor, value: Tensor, *other
         return FLEX_ATTENTION(query, key, value, *others)
     score_mod, block_mask, scale, *rest = others
     _check(site, query.shape[1], query.shape[-1], scale)
-    query, key = site.undo_scale(query, key)
+    query, key = without((query, key), site.undone)
     query, key, scale = site.mechanism.score(query, key, value, mask=None, is_causal=False)
     if (monitor := site.mechanism.monitor) is not None:
         of_score, of_mask = rest[-2:]

@@ -9,21 +9,21 @@ way to the score's own. Bias, mask, softmax and dropout stay the host's. With `s
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..compat import is_compiling, refuse_one_token
 from ..config import AttentionConfig
-from ..errors import UnsupportedError
 from ..mechanisms.base import Score
 from ..projections import HeadSizes
 from .adapter import Capabilities, mechanism_for
 from .following import Comparing, Flow, Origin, same_factor
 from .functions import FUNCTIONS, NO_EQUATION, SOFTMAX, alpha, equation, from_last, is_product, operands
-from .sites import FoundSite, beyond_operands, in_compiled_graph, refuse_checkpoint, site_draft
+from .sites import Found, FoundSite, beyond_operands, in_compiled_graph, refuse_checkpoint, site_draft, without
 from .universal import FUNCTIONS as CALLS
 
 HIDDEN = -5e3  # a logit at or below it is hidden, for normalizers that count what a row sees
@@ -87,30 +87,23 @@ class Product:
         return (1.0, *self.factors[1:]) if self.normed else self.factors
 
 
-@dataclass(frozen=True)
-class Written:
+@dataclass(frozen=True, kw_only=True)
+class Written(Found):
     """The products and softmaxes of one module's forward, which repeats them any number of times."""
 
-    path: str  # of the module
     products: tuple[Product | None, ...]  # in order; None for those of weights with values, or with parameters
     # In order, each with the places of its products and their factors; () for others.
-    softmaxes: tuple[tuple[tuple[int, float], ...], ...]
-    dims: tuple[int, ...]  # of the softmaxes, counted from the last axis
-    heads: int  # query heads; 1 where they are not known
-    kv_heads: int  # key/value heads
-    head_dim: int  # features of a query head
-    causal: bool = False  # every later key was hidden
-    cross: bool = False  # queries and keys had different numbers of tokens
-    repeated: bool = False  # one forward repeated its products
+    softmaxes: tuple[tuple[tuple[int, float], ...], ...] = ()
+    dims: tuple[int, ...] = ()  # of the softmaxes, counted from the last axis
     multiplied: bool = False  # some logits were multiplied by a tensor of zeros and ones, as by a mask
     # The letters of the product in the order in which all logits hold its entries; None if they hold others, or if
     # their softmax is not over all keys.
     layout: str | None = None
     shifted: bool = False  # the host subtracts the largest logit of each row, or the like
-    note: str = field(default="", compare=False)  # a remark for the report
-    query: Tensor | None = field(default=None, compare=False)  # without values: has the device and the type of queries
 
     does = "writes attention out"
+    flags = (*Found.flags, "multiplied", "shifted")
+    optional: ClassVar[Mapping[str, Any]] = {**Found.optional, "layout": None}
 
     @property
     def asks(self) -> Capabilities:
@@ -126,16 +119,6 @@ class Written:
     def scale(self) -> float:
         """The host's factor on q·k."""
         return math.prod(self.sites[0].undone)
-
-    def join(self, other: Written) -> Written:
-        """Return what two forwards of one module have in common; UnsupportedError if they write another attention."""
-        names = ("causal", "cross", "repeated", "multiplied")
-        flags: dict[str, Any] = {name: getattr(self, name) or getattr(other, name) for name in names}
-        flags["layout"] = self.layout if self.layout == other.layout else None
-        flags["shifted"] = self.shifted or other.shifted
-        if replace(self, **flags) != replace(other, **flags):
-            raise UnsupportedError(f"'{self.path}' writes its attention in two ways, and a site has one mechanism")
-        return replace(self, **flags)
 
     def draft(self, module: nn.Module, config: AttentionConfig) -> Any:
         """Return the draft of the module as a site with a mechanism; its parameters are the same objects."""
@@ -248,7 +231,7 @@ class _Preparing(Comparing):
         factors = product.undone
         if self.site.keeps_queries:  # one multiplication in place of two
             factors = (1.0, *factors[1:])
-        q, k, scale = score(*_undone((q, k), factors), k, mask=None, is_causal=False)
+        q, k, scale = score(*without((q, k), factors), k, mask=None, is_causal=False)
         scale = scale / product.factors[2] / product.undone[0] * factors[0]
         made = [product.turns[0].host(q if scale == 1 else q * scale), product.turns[1].host(k)]
         return made if product.query == 0 else made[::-1]
@@ -311,7 +294,7 @@ class _Preparing(Comparing):
             for layer in self.mechanism.monitor:
                 layer.miss(f"'{self.known.path}' subtracts a number from the logits of each row before the softmax")
             return
-        q, k = _undone((q, k), product.undone)
+        q, k = without((q, k), product.undone)
         if planes is None:
             logits = logits.movedim(dim, -1)
             q, k, z = (x.reshape(1, 1, -1, x.shape[-1]) for x in (q, k, logits))
@@ -344,8 +327,3 @@ class _Planes:
     def back(self, weights: Tensor) -> Tensor:
         """Return weights [B, H, N, M] in the layout of the host."""
         return weights.reshape(self.split).permute(self.back_again).reshape(self.host)
-
-
-def _undone(pair: tuple[Tensor, Tensor], factors: tuple[float, ...]) -> list[Tensor]:
-    """Return q and k divided by the factors of the host."""
-    return [x if factor == 1 else x * (1 / factor) for x, factor in zip(pair, factors, strict=False)]
