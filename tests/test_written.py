@@ -520,8 +520,9 @@ def exponentials(m, q, k, v):
     return w / w.sum(-1, keepdim=True) @ v
 
 
-def slots(m, q, k, v):
+def slots(m, q, k, v, mixes=False):
     w = torch.einsum("bhid,bhjd->bhij", q, k).mul(D**-0.5).softmax(dim=2) + 1e-8
+    w = torch.einsum("bhij,hg->bgij", w, m.mix) if mixes else w
     return (w / w.sum(-1, keepdim=True)) @ v
 
 
@@ -658,6 +659,7 @@ WRONG: dict[str, tuple[str, Spelling]] = {
     "exp of log_softmax": ("log_softmax", lambda m, q, k, v: (q @ k.mT * D**-0.5).log_softmax(-1).exp() @ v),
     "memory": ("keys are parameters", lambda m, q, k, v: (q @ m.memory.mT).softmax(-1) @ v),
     "slots": ("slot attention", slots),
+    "slots that share their weights among heads": ("slot attention", functools.partial(slots, mixes=True)),
     "two contents": ("2 products meet", lambda m, q, k, v: ((q @ k.mT + v @ k.mT) * D**-0.5).softmax(-1) @ v),
     "product by entries": (
         "by entries",
