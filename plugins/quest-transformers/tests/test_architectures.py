@@ -191,6 +191,17 @@ def test_what_only_the_hosts_function_does_is_refused_where_another_takes_its_pl
         built(getattr(hf, kind)(**sizes), "quest+sigmoid")
 
 
+@pytest.mark.parametrize("attention", ["quest", "quest+sigmoid", "quest+sinkhorn"])
+@pytest.mark.parametrize("name", ["AlignText", "ClapText", "MarkupLM", "Splinter"])
+def test_an_encoder_that_does_not_say_that_it_is_none_sees_later_tokens(name, attention):
+    """Its attention has no `is_causal`, and without padding it gets no mask."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = getattr(hf, f"{name}Config")(vocab_size=50, max_position_embeddings=16, pad_token_id=1, **sizes)
+    model = getattr(hf, f"{name}Model")._from_config(config, attn_implementation=attention).eval()
+    one, other = (model(torch.tensor([[5, 6, 7, last]])).last_hidden_state for last in (8, 9))
+    assert not torch.equal(one[0, 0], other[0, 0])
+
+
 def test_the_hosts_function_is_chosen_as_ever():
     model = built(hf.LlamaConfig(**LLAMA), "quest")
     assert model.config._attn_implementation == "sdpa"

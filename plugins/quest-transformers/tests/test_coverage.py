@@ -79,6 +79,8 @@ def by_hand(module, query, key, value, attention_mask, scaling=None, dropout=0.0
         raise NotImplementedError  # sdpa has no sinks and no soft cap; or the host has scaled its queries before
     q, k, v = query.double(), F.normalize(key.double(), dim=-1), value.double()
     mask = attention_mask.to(q) if attention_mask is not None and attention_mask.dtype != torch.bool else attention_mask
+    if not hasattr(module, "is_causal"):  # sdpa takes it for a decoder, which would hold its place among the layers
+        options = {"is_causal": hasattr(module, "layer_idx"), **options}
     out, weights = ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, mask, dropout=dropout, scaling=1.0, **options)
     return out.to(query.dtype), weights
 
@@ -174,7 +176,8 @@ def test_models_with_configs_and_inputs_of_their_own(model_type):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_sample_of_the_coverage_is_as_its_data_say(tmp_path):
-    rows = [row for row in coverage.read().values() if row.package == "transformers" and row.outcome == "taken"]
+    taken = [row for row in coverage.read().values() if row.package == "transformers" and row.outcome == "taken"]
+    rows = [row for row in taken if "timm" not in row.ways]  # which the environment does not have
     moved = counted = 0
     for row in random.Random(datetime.date.today().toordinal()).sample(rows, 60):
         assert coverage.attempt("transformers", row.name) == row

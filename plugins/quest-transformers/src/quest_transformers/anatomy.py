@@ -158,7 +158,9 @@ def _is_separate(module: nn.Module, projections: Projections) -> bool:
 
 def role(module: Any) -> str:
     """Return what a module attends to: "encoder", "decoder" or "cross"; see quest_transformers.choice."""
-    causal = getattr(module, "is_causal", True)
+    causal = getattr(module, "is_causal", None)
+    if causal is None:  # Splinter and others that do not support sdpa say nothing; a decoder among them has a cache
+        causal = takes_cache(module)
     named = getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
     if named or (getattr(module, "is_decoder", False) and not causal):
         return "cross"

@@ -113,6 +113,7 @@ class Rules:
         prepares: the host's own function is called, with prepared queries and keys.
         untouched: and nothing has to be prepared.
         unit_keys: a cache may hold its keys after their normalization; see quest_transformers.caching.
+        causal: queries see no later keys if there is no mask, unless the module says otherwise.
         cross: the keys are those of another sequence.
         last_values: the last values must be those of the queries.
     """
@@ -121,6 +122,7 @@ class Rules:
     prepares: bool
     untouched: bool
     unit_keys: bool
+    causal: bool
     cross: bool
     last_values: bool
 
@@ -133,6 +135,7 @@ class Rules:
             prepared,
             prepared and _is_host(mechanism.score, anatomy),
             mechanism.takes_unit_keys,
+            anatomy.role == "decoder",
             anatomy.role == "cross",
             any(part.axis == "output" and "unseen" in part.reads for part in mechanism.config.components),
         )
@@ -329,7 +332,7 @@ def attend_instead(
             f"{type(module).__name__} was given a mask of another implementation of attention ("
             f"{_describe(attention_mask)}, not [B, H, N, M]); use model.set_attn_implementation('sdpa')"
         )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = getattr(module, "is_causal", rules.causal) if is_causal is None else is_causal
     implied = n > 1 and attention_mask is None and causal
     mechanism.refuse_future(None, n > 1 and is_causal is True)  # a compiler cannot read it from the mask
     if implied and m > n:  # a static cache holds room for tokens to come
