@@ -202,3 +202,29 @@ def test_dgqa_counts_its_steps_whatever_the_default_type():
     finally:
         torch.set_default_dtype(torch.float32)
     assert {x.dtype for x in grouping.buffers()} == {torch.float32}
+
+
+@pytest.mark.parametrize("decay", [0.9, 0.99, 0.995, 0.9999])
+@pytest.mark.parametrize("sizes", [[3.0, 1.0], [7.0, 1.0], [6.0, 3.0, 2.0, 1.0]])
+def test_a_moving_average_of_sizes_groups_heads_as_they_do(sizes, decay):
+    sizes = torch.tensor(sizes)
+    average, heads = sizes.clone(), int(sizes.sum())
+    for _ in range(3000):
+        average.mul_(decay).add_(sizes, alpha=1 - decay)
+    assert torch.equal(head_index(average, heads), head_index(sizes, heads))
+
+
+def test_dgqa_goes_on_from_an_average_of_checkpoints():
+    def train(steps):
+        for step in range(steps):
+            k = torch.randn(2, 2, 5, 4) * torch.tensor([1.0 + step, 1]).view(2, 1, 1)
+            mechanism(torch.randn(2, 8, 5, 4), k, k)
+
+    mechanism, states = quest_core.Mechanism("dgqa(kv_heads=2, window=4)", num_heads=8, head_dim=4).train(), []
+    for steps in (5, 1):
+        train(steps)
+        states.append({name: x.clone() for name, x in mechanism.state_dict().items()})
+    mechanism.load_state_dict({name: (x + states[1][name]) / 2 for name, x in states[0].items()})
+    before = mechanism.grouping.norms.clone()
+    train(8)
+    assert not torch.equal(mechanism.grouping.norms, before)

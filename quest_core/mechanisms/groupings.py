@@ -117,9 +117,12 @@ def allocate(importance: Tensor, num_heads: int, min_queries: int) -> Tensor:
 
 
 def head_index(sizes: Tensor, num_heads: int) -> Tensor:
-    """Return the key/value head of each query head [H], filled left to right by `sizes` [G]."""
+    """Return the key/value head of each query head [H], filled left to right by `sizes` [G].
+
+    Sizes that averages of checkpoints have made fractions, or rounded, are rounded so that their sum stays H.
+    """
     query = torch.arange(num_heads, device=sizes.device)
-    return (query[:, None] >= sizes.cumsum(0)).sum(1)
+    return (query[:, None] >= sizes.cumsum(0).round()).sum(1)
 
 
 def key_norms(k: Tensor, mask: Tensor | None) -> Tensor:
@@ -247,14 +250,15 @@ class DynamicKeyDriven(KeyDriven):
         """
         counts = current.isfinite().all()
         current = torch.where(counts, current, self.norms).to(self.norms.dtype)
-        first = counts & (self.steps == 0)
-        due = counts & (self.steps > 0) & (self.steps % self.window == 0)
+        steps = self.steps.round()  # an average of checkpoints may lie between two
+        first = counts & (steps == 0)
+        due = counts & (steps > 0) & (steps % self.window == 0)
         kept, importance = current, (current - self.norms).abs()
         if self.evolution == "ema":
             kept = importance = self.alpha * current + (1 - self.alpha) * self.norms
         self.pending.copy_(torch.where(due, allocate(importance, num_heads, self.min_queries), self.pending))
         self.norms.copy_(torch.where(first, current, torch.where(due, kept, self.norms)))
-        self.steps.add_(counts)
+        self.steps.copy_(steps + counts)
 
     def reference(self, k: Tensor, num_heads: int, seen: Tensor) -> Tensor:
         sizes = self.pending if self.training else self.sizes

@@ -113,7 +113,7 @@ class Rules:
         prepares: the host's own function is called, with prepared queries and keys.
         untouched: and nothing has to be prepared.
         unit_keys: a cache may hold its keys after their normalization; see quest_transformers.caching.
-        causal: queries see no later keys if there is no mask, unless the module says otherwise.
+        causal: without a mask queries see no later keys, unless the module says otherwise.
         cross: the keys are those of another sequence.
         last_values: the last values must be those of the queries.
     """
