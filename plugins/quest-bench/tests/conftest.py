@@ -29,7 +29,7 @@ SUITES = {
         "options": [
             {"name": "mode", "kind": "str", "default": "ok", "doc": "what happens",
              "choices": ("ok", "nan", "fail", "nothing", "text", "hang", "die", "flaky", "slow", "data", "crash",
-                         "memory")},
+                         "memory", "lost")},
             {"name": "scale", "kind": "float", "default": 1.0, "doc": "factor", "minimum": 0.0, "nullable": True},
             {"name": "steps", "kind": "int", "default": 3, "doc": "length of the series", "minimum": 1},
             {"name": "fast", "kind": "bool", "default": False, "doc": "a switch"},
@@ -96,7 +96,8 @@ def run(cell, progress):
             file.write(f"{cell.workdir.parent.name}\\n")
     metrics = {} if mode == "nothing" else {"score": score, "limit": math.inf}
     loss = [1.0 / (step + 1) for step in range(cell.options["steps"])] + [-math.inf]
-    return Result(metrics, {"loss": loss}, {"who": "<b>&", "gpu": os.environ.get("CUDA_VISIBLE_DEVICES")})
+    series = {"train_loss" if mode == "lost" else "loss": loss}
+    return Result(metrics, series, {"who": "<b>&", "gpu": os.environ.get("CUDA_VISIBLE_DEVICES")})
 """
 
 

@@ -378,6 +378,18 @@ def test_a_suite_that_is_gone_is_reported_from_its_run(fake, monkeypatch):
     assert "A paper, table 1; ± is the range" in write_report(Path("out"), "standard").read_text()
 
 
+def test_a_task_keeps_the_metric_of_its_own_run(fake, monkeypatch):
+    """The tasks of a framework have metrics of their own, which only the records of their runs know."""
+    write_results(Path("out"), [], SCORES)
+    (run,) = store.read_run(Path("out"))
+    other = {"metric": "cost", "higher_is_better": False}
+    store.write_run(Path("out"), run | {"id": "2", "tasks": ["two"], "suite_info": run["suite_info"] | other})
+    monkeypatch.undo()
+    monkeypatch.chdir(fake)
+    (group,) = read_groups(Path("out"), "standard")
+    assert (group.suite.metric, group.row("quest").difference.mean) == ("score", 5.0)
+
+
 def test_broken_plots_of_a_suite_are_a_note(describe):
     describe('"plots": "fakebench.tasks:missing"')
     write_results(Path("out"), [], SCORES)

@@ -225,6 +225,14 @@ def test_a_worker_that_dies_is_a_failed_cell(fake):
     assert results(Path("out")) == {}
 
 
+def test_a_training_whose_loss_ends_on_no_number_has_diverged(inside):
+    """A model of NaN still guesses a class, so its accuracy is a number."""
+    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--set", "mode=lost"]
+    app_main([*command, "--out", "out"])
+    (cell,) = load_all(Path("out"))
+    assert math.isnan(cell.result["metrics"]["score"])
+
+
 def test_a_cell_that_returns_no_number_has_failed(inside):
     command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--set", "mode=nothing,text"]
     assert app_main([*command, "--out", "out"]) == 1

@@ -1,5 +1,6 @@
 """What quest_suites.contract gives to suites: states that survive a kill, a framework's own trainer, paired times."""
 
+import math
 import random
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from quest_suites.contract import (
     STATE,
     Cell,
     Trained,
+    at_best_rate,
     load_state,
     over_rates,
     own_trainer,
@@ -139,7 +141,25 @@ def test_a_rate_that_diverges_stays_among_the_rates():
 
 @pytest.mark.parametrize(
     ("scores", "decades"),
-    [([70, 69.5, 69.2, 40], 1.5), ([50, 70, 60, 69.9], 0.5), ([10, 69, 70], 1.0), ([10, 10], 1.0)],
+    [
+        ([70, 69.5, 69.2, 40], 1.5),
+        ([50, 70, 60, 69.9], 0.5),
+        ([10, 69, 70], 1.0),
+        ([10, 10], 1.0),
+        ([70, 60, 70, 70], 1.0),
+        ([50, -math.inf], 0.5),
+        ([-math.inf, -math.inf], 0.0),
+    ],
 )
 def test_the_range_is_of_neighbors_within_a_point(scores, decades):
     assert width_of_range(scores) == decades
+
+
+def test_a_rate_that_diverged_is_not_the_best():
+    fine, lost = Trained(49.2, 49.4, {}), Trained(50.0, 50.0, {}, diverged=True)
+    for first, second in ((fine, lost), (lost, fine)):
+        found = over_rates({"lr=1": first, "lr=3": second}).metrics
+        assert (found["best accuracy"], found["range"]) == (49.2, 0.5)
+    found = over_rates({"lr=1": lost}).metrics
+    assert math.isnan(found["best accuracy"])
+    assert math.isnan(at_best_rate({"lr=1": lost}).metrics["accuracy"])

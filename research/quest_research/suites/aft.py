@@ -98,7 +98,7 @@ def run(cell: Cell, progress: Progress) -> Result:
         metrics = {"bits": bits(model, test), "train bits": curves["train_loss"][-1] / math.log(2)}
     some = (training[0][:batch], training[1][:batch])
     stock = build("standard")
-    steps = (training_step(timed, partial(token_loss, timed, some)) for timed in (stock, model))
+    steps = (training_step(timed.train(), partial(token_loss, timed, some)) for timed in (stock, model))
     taken = beside_stock(*steps, rounds=options["rounds"])
     metrics |= {f"{name} of standard": taken.metrics[f"{name} of stock"] for name in ("time", "memory")}
     return Result(metrics, curves, {"parameters": sum(p.numel() for p in model.parameters())})

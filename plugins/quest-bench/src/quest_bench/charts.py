@@ -238,8 +238,8 @@ def forest(groups: Sequence[Group], baseline: str) -> list[dict[str, Any]]:
                 "task": group.title,
                 "attention": row.attention,
                 "mean": _round(sign * one.difference.mean),
-                "low": None if row.failed else _round(ends[0]),
-                "high": None if row.failed else _round(ends[1]),
+                "low": None if one.test == "sign" else _round(ends[0]),
+                "high": None if one.test == "sign" else _round(ends[1]),
                 "words": row.verdict,
             }
         )

@@ -172,7 +172,7 @@ def run(
         int, typer.Option(min=1, help="Threads of each cell. One is fastest for small models: they run side by side.")
     ] = 1,
     timeout: Annotated[
-        float | None, typer.Option(min=0, help="Seconds after which a cell is ended and counts as failed.")
+        float | None, typer.Option(min=1, help="Seconds after which a cell is ended and counts as failed.")
     ] = None,
     python: Python = None,
 ) -> None:

@@ -190,16 +190,8 @@ def read_groups(out: Path, baseline: str) -> list[Group]:
     attentions = {cell.cell["attention"] for cell in cells}
     if baseline not in attentions and baseline != "standard":
         raise ConfigError(f"--baseline is '{baseline}', which was not run here; {one_of(baseline, attentions)}")
-    # a suite that only another environment has is known from the record of its run
-    recorded = {run["suite"]: Suite.read(run["suite_info"], Record(run["suite"], "?", "?")) for run in runs}
-    declared = catalogue().suites
-    # a task may have named its own metric, which only the record knows
-    suites = {**recorded, **{name: suite for name, suite in declared.items() if suite.tasks or name not in recorded}}
-    missing = sorted({cell.cell["suite"] for cell in cells} - suites.keys())
-    if missing:
-        raise ConfigError(f"{out} holds cells of suite '{missing[0]}', which no run.json and no plugin describes")
     ended = [members for members in _comparable(cells, runs) if any(cell.state != "unfinished" for cell in members)]
-    grouped = [(members, suites[members[0].cell["suite"]]) for members in ended]
+    grouped = [(members, _suite_of(members[0].cell, runs, out)) for members in ended]
     groups = [_group(members, view, baseline, runs) for members, suite in grouped for view in suite.views()]
     family = correct([row.comparison for group in groups for row in group.rows if row.comparison])
     corrected = iter(family)
@@ -209,6 +201,23 @@ def read_groups(out: Path, baseline: str) -> list[Group]:
                 found = next(corrected)
                 group.rows[place] = replace(row, comparison=found, verdict=verdict(found, baseline))
     return groups
+
+
+def _suite_of(cell: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], out: Path) -> Suite:
+    """Return what is known of the suite of a cell: of a suite without a list of tasks, what its run recorded.
+
+    Such a task may have a metric of its own; and a suite that only another environment has is known from there too.
+    """
+    name, task = cell["suite"], cell["task"]
+    declared = catalogue().suites.get(name)
+    if declared is not None and declared.tasks:
+        return declared
+    for run in reversed(runs):
+        if run["suite"] == name and task in run["tasks"]:
+            return Suite.read(run["suite_info"], Record(name, "?", "?"))
+    if declared is None:
+        raise ConfigError(f"{out} holds cells of suite '{name}', which no run.json and no plugin describes")
+    return declared
 
 
 def load_cells(out: Path) -> list[Stored]:

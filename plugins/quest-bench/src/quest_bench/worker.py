@@ -167,6 +167,8 @@ def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
     seconds = time.perf_counter() - started
     metrics = {name: _number(f"metric '{name}'", x) for name, x in result.metrics.items()}
     series = {name: [_number(f"a value of series '{name}'", x) for x in xs] for name, xs in result.series.items()}
+    if not all(map(math.isfinite, series.get("train_loss", [])[-1:])):  # a class is guessed from NaN too
+        metrics = {name: x if name == "diverged" else math.nan for name, x in metrics.items()}
     if given["metric"] not in metrics:
         raise ValueError(
             f"suite '{cell.suite}' returned no '{given['metric']}', its own metric; "
@@ -230,14 +232,15 @@ def origin(suite: str, attention: str) -> dict[str, dict[str, str]]:
     hosts = [plugin for plugin in plugins() if plugin.name == name]
     parts = [part for part in AttentionConfig.parse(attention).components if owner(part) != "quest-core"]
     versions = {"python": platform.python_version()}
-    for distribution in ("torch", "quest-core", entry.dist.name if entry.dist else ""):
+    for distribution in ("torch", "quest-core", "quest-suites", entry.dist.name if entry.dist else ""):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
             versions[distribution] = importlib.metadata.version(distribution)
     for plugin in hosts:
         host, _, version = plugin.host().partition(" ")
         versions |= {plugin.distribution: plugin.version, **({host: version} if version else {})}
     versions |= dict(owner(part).split(" ") for part in parts)
-    modules = ["quest_core", entry.module, *(plugin.value for plugin in hosts), *(part.__module__ for part in parts)]
+    modules = ["quest_core", "quest_suites", entry.module]
+    modules += [*(plugin.value for plugin in hosts), *(part.__module__ for part in parts)]
     return {"versions": versions, "commits": commits(modules)}
 
 

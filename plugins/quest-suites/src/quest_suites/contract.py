@@ -13,6 +13,7 @@ framework's own training script. :mod:`quest_suites.timing` times a step against
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import os
 import random
@@ -232,11 +233,11 @@ def at_best_rate(done: Mapping[str, Trained]) -> Result:
         ``diverged``, a number of rates. Series by epoch. If there are several rates, ``accuracy/lr=R`` at each, and the
         names of series end on ``/lr=R`` too. Details ``chosen``, the name of the rate, and those of its training.
     """
-    chosen = max(done, key=lambda name: -math.inf if done[name].diverged else done[name].validation)
+    chosen = _best(done)
     several = len(done) > 1
     return Result(
         {
-            "accuracy": done[chosen].accuracy,
+            "accuracy": math.nan if done[chosen].diverged else done[chosen].accuracy,
             **({f"accuracy/{name}": one.accuracy for name, one in done.items()} if several else {}),
             "validation": done[chosen].validation,
             "diverged": float(sum(one.diverged for one in done.values())),
@@ -250,21 +251,27 @@ def at_best_rate(done: Mapping[str, Trained]) -> Result:
     )
 
 
+def _best(done: Mapping[str, Trained]) -> str:
+    """Return the name of the rate that is best in validation, the first of equals that did not diverge."""
+    return max(done, key=lambda name: -math.inf if done[name].diverged else done[name].validation)
+
+
 def over_rates(done: Mapping[str, Trained]) -> Result:
     """Return the result of a `sweep`, in which a rate that diverged stays.
 
     Returns:
         Metrics ``accuracy``, the mean over the rates, and ``accuracy/lr=R`` at each; ``best accuracy``, at the rate
-        that is best in validation; ``range``, see `width_of_range`; and ``diverged``, a number of rates. Series
-        with names that end on ``/lr=R``. Details ``rates``, and the names of those that ``diverged``.
+        that is best in validation among those that did not diverge, NaN if all did; ``range``, see `width_of_range`;
+        and ``diverged``, a number of rates. Series with names that end on ``/lr=R``. Details ``rates``, and the names
+        of those that ``diverged``.
     """
-    scores = {name: one.accuracy for name, one in done.items()}
+    scores, best = {name: one.accuracy for name, one in done.items()}, done[_best(done)]
     return Result(
         {
             "accuracy": sum(scores.values()) / len(scores),
             **{f"accuracy/{name}": score for name, score in scores.items()},
-            "best accuracy": max(done.values(), key=lambda one: one.validation).accuracy,
-            "range": width_of_range(list(scores.values())),
+            "best accuracy": math.nan if best.diverged else best.accuracy,
+            "range": width_of_range([-math.inf if one.diverged else one.accuracy for one in done.values()]),
             "diverged": float(sum(one.diverged for one in done.values())),
         },
         {f"{key}/{name}": values for name, one in done.items() for key, values in one.series.items()},
@@ -278,15 +285,12 @@ def over_rates(done: Mapping[str, Trained]) -> Result:
 def width_of_range(scores: Sequence[float]) -> float:
     """Return the decades of neighboring rates, half a decade apart, that are within `WITHIN` points of the best.
 
-    Each rate stands for half a decade, so the result is at least 0.5.
+    Each rate stands for half a decade, so the result is at least 0.5; it is 0 if all diverged, which is a score of −∞.
+    Of several best rates the one with the most such neighbors counts.
     """
-    best = max(range(len(scores)), key=scores.__getitem__)
-    low = high = best
-    while low and scores[low - 1] >= scores[best] - WITHIN:
-        low -= 1
-    while high + 1 < len(scores) and scores[high + 1] >= scores[best] - WITHIN:
-        high += 1
-    return (high - low + 1) / 2
+    best = max(scores)
+    runs = ([*run] for near, run in itertools.groupby(scores, lambda score: score >= best - WITHIN) if near)
+    return max(len(run) for run in runs if best in run) / 2 if best > -math.inf else 0.0
 
 
 def part(progress: Progress, place: int, count: int) -> Progress:
