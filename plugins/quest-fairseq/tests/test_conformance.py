@@ -3,7 +3,10 @@
 import pytest
 import torch
 from conftest import build
+from fairseq.models.transformer import TransformerConfig
+from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 
+import quest_core
 from quest_core.testing import AdapterConformance
 from quest_fairseq import FairseqAdapter
 
@@ -78,3 +81,22 @@ def test_options_of_fairseqs_own_attention_are_refused(extra, reason):
 
     with pytest.raises(UnsupportedError, match=f"{reason}.*leave the option out"):
         inject(build("transformer", *MT, *extra), "quest", adapter=FairseqAdapter())
+
+
+@pytest.mark.parametrize("attention", ["quest", "quest+sigmoid", "elliptical"])
+def test_keys_hidden_by_a_mask_of_numbers_are_hidden_in_every_sense(attention):
+    """fairseq's encoder layers turn 1 into -1e8 and not into -inf; a mask keeps two documents apart."""
+    sizes = TransformerConfig()
+    sizes.encoder.embed_dim = sizes.encoder.ffn_embed_dim = 16
+    sizes.encoder.attention_heads, sizes.dropout, sizes.attention_dropout = 2, 0.0, 0.0
+    layers = torch.nn.ModuleList(TransformerEncoderLayerBase(sizes) for _ in range(2)).eval()
+    quest_core.inject(layers, attention)
+
+    def run(x, mask):
+        for layer in layers:
+            x = layer(x, None, attn_mask=mask)
+        return x
+
+    x, free = torch.randn(8, 1, 16), torch.zeros(4, 4)
+    both = run(x, torch.ones(8, 8) - torch.block_diag(torch.ones(4, 4), torch.ones(4, 4)))
+    torch.testing.assert_close(both, torch.cat([run(x[:4], free), run(x[4:], free)]), rtol=1e-5, atol=1e-5)

@@ -81,6 +81,14 @@ def test_models_without_attention_of_tokens(path, said):
         MODELS.build(model)
 
 
+def test_non_local_blocks_are_attention_that_stays():
+    model = Config.fromfile(MIM / "swin" / "mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py").model
+    refine = {"type": "BFP", "in_channels": 256, "num_levels": 5, "refine_level": 2, "refine_type": "non_local"}
+    model.update(type="quest_mmdet.MaskRCNN", attention="quest", neck=[model.neck, refine])
+    with pytest.raises(InjectionError, match=r"'neck.1.refine' \(NonLocal2d\)"):
+        MODELS.build(model)
+
+
 def test_each_class_is_registered():
     for name in TYPES:
         assert MODELS.get(f"quest_mmdet.{name}").__mro__[2].__name__ == name

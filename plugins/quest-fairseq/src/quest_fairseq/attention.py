@@ -23,6 +23,9 @@ from quest_core.projections import Separate
 State = dict[str, dict[str, Any]]
 """fairseq's incremental state: module and name -> its values between two steps of decoding."""
 
+HIDDEN = -1e4
+"""fairseq's encoder layers write this, or -1e8 in float32, into a mask of numbers where a pair is hidden."""
+
 
 class Attention(HostAttention, MultiheadAttention):
     """Accepts fairseq's call with any mechanism."""
@@ -212,6 +215,8 @@ class Attention(HostAttention, MultiheadAttention):
         """Return one mask for fairseq's two, and whether `attn_mask` hides the future and nothing else."""
         ours = ~attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
         causal = ours is not None and hides_the_future(ours, only=True)
+        if not causal and attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.masked_fill(attn_mask <= HIDDEN, -math.inf)
         seen = None  # [B, 1, 1 or S, S]
         if padding is not None:
             seen = self.mechanism.padding_mask(~padding.bool(), same_tokens=not self.encoder_decoder_attention)

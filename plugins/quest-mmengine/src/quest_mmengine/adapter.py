@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from mmcv.cnn import NonLocal1d, NonLocal2d, NonLocal3d
 from mmengine.config import Config
 from mmengine.infer import BaseInferencer
 from mmengine.logging import MMLogger
@@ -62,6 +63,11 @@ class MmengineAdapter(Adapter):
                 made[name] = type(name, (Accepts, getattr(home, name)), body)
                 cls.models.register_module(module=made[name])
         return made
+
+    def attends(self, module: nn.Module) -> bool:
+        """Two of the modes of mmcv's non-local blocks are a softmax of products of two convolutions."""
+        kinds = (NonLocal1d, NonLocal2d, NonLocal3d)
+        return isinstance(module, kinds) and module.mode in ("gaussian", "embedded_gaussian")
 
     def change_host(self) -> None:
         """Have Runners (before they create a file) and inferencers check their config, and write notices to the log.
