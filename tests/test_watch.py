@@ -16,6 +16,7 @@ from torch import nn
 import quest_core
 from quest_core.cli import main
 from quest_core.hosts.launch import LOOK
+from quest_core.tools.curves import PANELS, RECORD, draw
 from quest_core.tools.monitor import remarks
 from quest_core.tools.script import Script, is_first
 from quest_core.tools.watch import summary
@@ -269,3 +270,12 @@ def test_a_command_that_is_looked_into_cannot_look_into_another(monkeypatch, cap
     monkeypatch.setenv(LOOK, "{}")
     assert main(["maps", "--", "python", "predict.py"]) == 2
     assert "run one at a time" in capsys.readouterr().err
+
+
+def test_the_page_draws_every_layer_that_was_ever_measured(tmp_path):
+    one, two = (dict.fromkeys(PANELS, heads) for heads in ([math.nan, 3.0], [2.0, 4.0]))
+    records = [{"step": 1, "layers": {"first": one, "second": two}}, {"step": 2, "layers": {"second": two}}]
+    (tmp_path / RECORD).write_text("".join(json.dumps(record) + "\n" for record in records))
+    page = draw(tmp_path).read_text()
+    assert "first" in page
+    assert "second" in page

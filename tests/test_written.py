@@ -1020,6 +1020,26 @@ def test_a_checkpoint_of_the_hosts_own_is_refused(run):
         model.train()(x)
 
 
+def test_a_call_inside_of_a_function_with_a_derivative_of_its_own_is_refused():
+    model, x = make(lambda m, q, k, v: Recomputing.apply(F.scaled_dot_product_attention, q, k, v))
+    with pytest.raises(UnsupportedError, match=r"inside of a torch\.autograd\.Function"):
+        quest_core.inject(model, "quest", example=x)
+
+
+def test_a_reentrant_checkpoint_of_a_module_has_no_derivative_of_its_own():
+    class Outer(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=True)
+
+    model, x = make(scale_after_product)
+    _, report = quest_core.inject(Outer(model), "quest", example=x.requires_grad_())
+    assert len(report.replacements) == 2
+
+
 @pytest.mark.parametrize("place", ["positional", "out"])
 def test_a_softmax_with_a_type_or_a_place_for_its_result(place):
     def spelling(m, q, k, v):

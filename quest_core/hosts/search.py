@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import force_eager, is_compiling, may_read
+from ..errors import UnsupportedError
 from ..mechanism import Mechanism
 from .following import ACTIVATION, Flow, Flows, Following, Origin, counted, factor_of, is_learned, varying
 from .functions import (
@@ -257,6 +258,11 @@ class Search(Following):
         given = dict(zip(("query", "key"), args, strict=False)) | kwargs
         frame = self._around(given["query"], given["key"])[-1]
         frame.calls += 1
+        if in_autograd_function():
+            raise UnsupportedError(
+                f"'{frame.path}' attends inside of a torch.autograd.Function, whose derivative would stay the host's; "
+                "call the attention outside of it"
+            )
         call = replace(FUNCTIONS[func].read(frame.path, *args, **kwargs), repeated=frame.calls > 1)
         if call.function != "multi_head_attention_forward":
             pair = [given[name] for name in ("query", "key")]

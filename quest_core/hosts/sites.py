@@ -185,10 +185,13 @@ def in_compiled_graph(site: nn.Module) -> bool:
 
 
 def in_autograd_function() -> bool:
-    """Return whether the forward of a torch.autograd.Function is running, whose backward would not see a change."""
+    """Return whether the forward of a torch.autograd.Function is running, whose backward would not see a change.
+
+    That of an activation checkpoint repeats the forward, and sees it.
+    """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if _context(frame) is not None:
+        if _context(frame) is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
             return True
         frame = frame.f_back
     return False

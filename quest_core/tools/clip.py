@@ -73,7 +73,9 @@ class QKClip:
         Raises:
             UnsupportedError: the logits of a layer could not be observed.
         """
-        if unseen := self._monitor.unseen():
+        layers = self._monitor.layers.items()
+        capped = {path: "the host changes them before the softmax" for path, layer in layers if layer.capped}
+        if unseen := self._monitor.unseen() | capped:
             path, why = next(iter(unseen.items()))
             raise UnsupportedError(f"QK-clip does not know the logits of '{path}': {why}")
         clipped = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,13 @@ def _svg(records: list[dict[str, Any]]) -> str:
     from matplotlib.figure import Figure
 
     made = Figure(figsize=(10, 7), layout="constrained")
-    paths = list(records[-1]["layers"])
+    paths = list(dict.fromkeys(path for record in records for path in record["layers"]))
     for axes, (name, title) in zip(made.subplots(2, 2).flat, PANELS.items(), strict=True):
         pick = min if name == "entropy" else max
         for i, path in enumerate(paths):
-            values = [(record["step"], record["layers"].get(path, {}).get(name)) for record in records]
-            points = [(step, pick(heads)) for step, heads in values if heads]
+            values = [(record["step"], record["layers"].get(path, {}).get(name, [])) for record in records]
+            real = [(step, [x for x in heads if not math.isnan(x)]) for step, heads in values]
+            points = [(step, pick(heads)) for step, heads in real if heads]
             if points:
                 axes.plot(*zip(*points, strict=True), ".-", color=colormaps["viridis"](i / len(paths)), label=path)
         axes.set(title=title, xlabel="step", yscale="linear" if name == "entropy" else "log")

@@ -281,6 +281,7 @@ class Layer:
         mechanism.monitor = (*(mechanism.monitor or ()), self)
         self.seen: _Seen = {}
         self.unseen: str | None = None  # why a call could not be observed
+        self.capped = False  # whether logits were changed before the mask, as by a soft cap
         self._lock = threading.Lock()  # threads may share a mechanism
         self._raw = threading.local()  # q and k before any normalization, in the call that this thread is in
         watched = {"score": self._saw_score, "normalizer": self._saw_normalizer, "family": self._saw_family}
@@ -366,6 +367,7 @@ class Layer:
             weigh: as in `Call`.
         """
         raw_q, raw_k, is_causal = self._take_raw()
+        self.capped |= change is not None
         form = self._logit_form(q, k, scale)
         changed = form if change is None else lambda samples, rows: change(form(samples, rows))
         shape = (*q.shape[:3], k.shape[2])

@@ -170,3 +170,13 @@ def test_what_cannot_be_measured_is_named_and_does_not_stop_a_training(monkeypat
         quest_core.attention_maps(model, {"input_ids": ids})
     model.set_attn_implementation("eager")
     assert len(quest_core.attention_maps(model, {"input_ids": ids})) == 2
+
+
+def test_queries_of_capped_logits_are_not_clipped():
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = hf.Gemma2Config(vocab_size=11, num_hidden_layers=1, head_dim=8, attn_logit_softcapping=50.0, **sizes)
+    model = hf.Gemma2ForCausalLM(config).train()
+    clip = quest_core.QKClip(model, 1e-3)
+    model(torch.randint(0, 11, (2, 5)))
+    with pytest.raises(UnsupportedError, match="the host changes them before the softmax"):
+        clip.step()
