@@ -35,7 +35,7 @@ def passed(folder: Path, name: str, site: Path) -> int:
 def test_a_copy_is_a_plugin_of_another_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["new-plugin", "my-lab", "--out", str(tmp_path)]) == 0
     copy = tmp_path / "quest-my-lab"
-    assert f"pip install -e '{copy}[test]'" in capsys.readouterr().out
+    assert f"pip install -e '{copy}[host,test]'" in capsys.readouterr().out
     assert "toy" not in "".join(f"{path}{path.read_text()}" for path in copy.rglob("*") if path.is_file()).lower()
     assert passed(copy, "my-lab", tmp_path / "site") > 50
 

@@ -121,8 +121,9 @@ def head_index(sizes: Tensor, num_heads: int) -> Tensor:
 
     Sizes that averages of checkpoints have made fractions, or rounded, are rounded so that their sum stays H.
     """
-    query = torch.arange(num_heads, device=sizes.device)
-    return (query[:, None] >= sizes.cumsum(0).round()).sum(1)
+    query, ends = torch.arange(num_heads, device=sizes.device), sizes.cumsum(0)
+    ends = ends.round() if ends.is_floating_point() else ends
+    return (query[:, None] >= ends).sum(1)
 
 
 def key_norms(k: Tensor, mask: Tensor | None) -> Tensor:
