@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from quest_core import AttentionConfig, ConfigError
 from quest_core.registry import Option
 from quest_suites.contract import Cell, Result, Run
 
@@ -113,8 +114,8 @@ def run_committed(results: Path, suites: Iterable[str], folder: Path) -> list[st
     Every attention and task of a suite runs, and every choice of its options, but not every combination of them.
 
     Args:
-        suites: the suites to run; commands of others, those that need data, and where quest-zoo is missing those of
-            its results are left out.
+        suites: the suites to run; commands of others, those that need data, and where quest-zoo is missing its
+            attentions are left out.
 
     Returns:
         The cells that ran, in words. Each returns its metric, and takes at most `SMOKE_S` seconds of the processor,
@@ -143,6 +144,7 @@ def run_committed(results: Path, suites: Iterable[str], folder: Path) -> list[st
             options[key] = first if isinstance(options[key], str) else json.loads(first)
         asked = words[1][len(name) + 1 :]
         attentions = re.split(r",\s*(?![^(]*\))", given.get("--attention", "standard,quest"))
+        attentions = [one for one in attentions if find_spec("quest_zoo") or _is_known(one)]
         tasks = asked.split(",") if asked else declared[name]["tasks"]
         for task, attention in [*((tasks[0], one) for one in attentions), *((one, attentions[0]) for one in tasks[1:])]:
             chosen_options = json.dumps(options, sort_keys=True)
@@ -162,6 +164,14 @@ def run_committed(results: Path, suites: Iterable[str], folder: Path) -> list[st
     return ran
 
 
+def _is_known(attention: str) -> bool:
+    try:
+        AttentionConfig.parse(attention)
+    except ConfigError:
+        return False
+    return True
+
+
 def _processor_seconds() -> float:
     """Return the processor time of this process and of those that it waited for."""
     used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -170,11 +180,11 @@ def _processor_seconds() -> float:
 
 def committed_commands(results: Path) -> Iterator[str]:
     """Yield the `quest bench` commands in reports and records below a folder, with shell variables filled in."""
-    known = [path for path in sorted(results.rglob("*")) if find_spec("quest_zoo") or "zoo" not in path.parts]
-    for path in (path for path in known if path.name == "run.json"):
+    files = sorted(results.rglob("*"))
+    for path in (path for path in files if path.name == "run.json"):
         for run in json.loads(path.read_text(encoding="utf-8"))["runs"]:
             yield run["command"]
-    for path in (path for path in known if path.suffix == ".md"):
+    for path in (path for path in files if path.suffix == ".md"):
         variables: dict[str, str] = {}
         for line in path.read_text(encoding="utf-8").splitlines():
             if match := re.match(r"(\w+)='(.*)'$", line):
