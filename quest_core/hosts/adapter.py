@@ -188,7 +188,7 @@ class HostAttention(Projected):
         how: Any = {"attn_mask": mask, "is_causal": is_causal, "dropout_p": dropout_p}
         if self.drops_weights and dropout_p > 0:
             out, _ = self.mechanism.forward_with_weights(q, k, v, **how)
-        elif not self.training and getattr(getattr(self, "attn_drop", None), "_forward_hooks", None):
+        elif self._shows_weights():
             out, weights = self.mechanism.forward_with_weights(q, k, v, **how)
             if self.attn_drop(weights) is not weights:
                 raise UnsupportedError(
@@ -198,6 +198,11 @@ class HostAttention(Projected):
         else:
             out = self.mechanism(q, k, v, **how)
         return out.transpose(-3, -2).flatten(-2)
+
+    def _shows_weights(self) -> bool:
+        """Whether hooks of others see weights; a family has none, and tools hook every module without wanting any."""
+        watched = getattr(getattr(self, "attn_drop", None), "_forward_hooks", None)
+        return bool(watched) and not self.training and self.mechanism.family is None
 
 
 def mechanism_for(

@@ -85,6 +85,14 @@ def test_hooks_on_attn_drop_see_the_weights_in_evaluation(attention):
         model(x)
 
 
+def test_a_family_runs_under_tools_that_hook_every_module():
+    model, x = vit(attention="linear").eval(), torch.randn(2, 3, 32, 32)
+    before = model(x)
+    for module in model.modules():
+        module.register_forward_hook(lambda _module, _args, _out: None)
+    torch.testing.assert_close(model(x), before)
+
+
 def test_forward_intermediates_and_another_image_size():
     model = vit(attention="quest", dynamic_img_size=True).eval()
     _, intermediates = model.forward_intermediates(torch.randn(1, 3, 32, 32), indices=2)
