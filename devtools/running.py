@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import re
@@ -112,7 +113,10 @@ class Stage:
             if case.find("failure") is not None or case.find("error") is not None:
                 self.failed += 1
             elif skipped is not None and skipped.get("type") != "pytest.xfail":
-                self.skips[skipped.get("message", "")] += 1
+                reason = skipped.get("message", "")
+                if reason == "collection skipped":  # of a whole file, whose text is ('file', line, 'Skipped: reason')
+                    reason = ast.literal_eval(skipped.text or "")[2].removeprefix("Skipped: ")
+                self.skips[reason] += 1
             else:
                 self.passed += 1
 

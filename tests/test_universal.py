@@ -648,6 +648,68 @@ def test_masks_and_dropout_of_the_example_decide_what_is_possible():
         quest_core.inject(GPT(dropout=0.1), "linear", example=torch.randint(50, (2, 9)))
 
 
+class Apart(torch.autograd.Function):
+    """Attention with a derivative of its own."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError
+
+
+class Nested(nn.Module):
+    def forward(self, x):
+        nested = torch.nested.nested_tensor([y.flatten(0, 1)[None] for y in x])
+        return F.scaled_dot_product_attention(nested, nested, nested).to_padded_tensor(0.0).view_as(x)
+
+
+class Derived(nn.Module):
+    def forward(self, x):
+        return Apart.apply(x, x, x)
+
+
+class Fused(nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.parametrize(("kind", "why"), [(Nested, "nested tensors"), (Derived, "whose derivative would stay")])
+def test_a_call_that_is_not_understood_is_an_error_or_stays(kind, why):
+    x = torch.randn(2, 4, 5, 8)
+    model = nn.Sequential(Fused(), kind())
+    with pytest.raises(UnsupportedError, match=rf"'1' \({kind.__name__}\): it .*{why}.*allow_partial=True"):
+        quest_core.inject(model, "quest", example=x)
+    _, report = quest_core.inject(model, "quest", example=x, allow_partial=True)
+    assert [row.path for row in report.replacements] == ["0"]
+    assert why in report.left_alone["1"]
+
+
+def test_queries_of_a_decoder_do_not_meet_when_they_attend_across():
+    """No mask says so of attention across sequences; that of self-attention does."""
+
+    class Decoder(nn.Module):
+        def __init__(self, is_causal):
+            super().__init__()
+            self.self_attn, self.cross_attn = Attend(), Attend()
+            self.is_causal = is_causal
+
+        def forward(self, x, context):
+            return self.cross_attn(self.self_attn(x, x, is_causal=self.is_causal), context)
+
+    class Attend(nn.Module):
+        def forward(self, x, context, is_causal=False):
+            return F.scaled_dot_product_attention(x, context, context, is_causal=is_causal)
+
+    example = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 7, 8)
+    choice = {"self_attn": "quest", "cross_attn": "quest+sinkhorn"}
+    quest_core.inject(Decoder(False), lambda site: choice[site.path], example=example)
+    with pytest.raises(UnsupportedError, match="'cross_attn' of universal: .*it cannot be causal"):
+        quest_core.inject(Decoder(True), lambda site: choice[site.path], example=example)
+
+
 def test_another_path_through_the_forward_is_an_error():
     class Choosing(nn.Module):
         def forward(self, x, fused=True):

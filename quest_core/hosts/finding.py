@@ -36,7 +36,7 @@ class _Judge:
     def __init__(self, search: Search, again: Callable[[], Search], *, kernels_attend: bool) -> None:
         self.search, self.again = search, again
         self.sites: dict[str, Written] = {}
-        self.refused = {path: f"it spells its softmax by {name}" for path, name in search.by_hand.items()}
+        self.refused = {**search.refused}
         self.left: dict[str, str] = {}
         self._other: list[Origin] | None = None
         short: dict[str, str] = {}
@@ -297,15 +297,15 @@ class Finding:
         self.written: dict[str, Written] = {p: m.found_attention for p, m in free.items() if isinstance(m, WrittenOut)}
         # Those of `taken` that did not run, in modules that call a function; such modules only lend projections.
         self.idle: list[str] = []
-        self.left: dict[str, str] = {}  # modules without a softmax of q·k over tokens, by what they did -> why
+        self.left: dict[str, str] = {}  # modules without a softmax of q·k over tokens, or not understood -> why
         self.missed: dict[str, nn.Module] = {}  # others that are like attention by their class or by a softmax
 
     def run(self, example: Any, adapters: Iterable[Adapter] = (), *, allow_partial: bool = False) -> None:
         """Run an example, as in :func:`quest_core.inject`, and find what it shows, besides what others have shown.
 
         Raises:
-            UnsupportedError: attention is written out in a way that is not understood, unless `allow_partial`; or the
-                calls of one module differ in the function, heads, features or scale.
+            UnsupportedError: attention is called or written out in a way that is not understood, or a module attends
+                with other heads, features or scale in one call than in another; unless `allow_partial`.
         """
         known = {*self.taken, *self.written}
         search = Search(self.model, known).run(example)
@@ -318,16 +318,15 @@ class Finding:
             shown = "; ".join(
                 f"'{path}' ({type(self.modules[path]).__name__}): {why}" for path, why in [*judge.refused.items()][:8]
             )
-            raise UnsupportedError(
-                f"attention that is written out is not understood: {shown}; say allow_partial=True to leave it as it is"
-            )
+            raise UnsupportedError(f"attention is not understood: {shown}; say allow_partial=True to leave it as it is")
         ran = {frame.path for frame in search.frames}
         idle = [path for path in self.taken if within(path, search.calls)]
         self.idle = [path for path in (*self.idle, *idle) if path not in ran]
-        self.calls |= search.calls
+        self.calls |= {path: call for path, call in search.calls.items() if path not in judge.refused}
         self.written |= judge.sites
-        self.left |= judge.left
+        self.left |= judge.left | judge.refused
         ours = self.ours()
+        self.missed |= {path: self.modules[path] for path in judge.refused}
         self.missed = {path: module for path, module in self.missed.items() if not within(path, ours)}
         kinds = {host_class(self.modules[path]) for path in (*self.calls, *self.written)}
         weigh = {one.place for one in search.softmaxes if one.is_usual}
@@ -340,7 +339,11 @@ class Finding:
                 self.missed[path] = module
 
     def sites(self) -> Iterator[tuple[Adapter, Site]]:
-        """Yield what was found, each with its adapter; InjectionError for a module that cannot be a site."""
+        """Yield what was found, each with its adapter; InjectionError for a module that cannot be a site.
+
+        Where some attention is causal, the queries of attention across sequences are taken for those of a decoder.
+        """
+        decodes = any(one.causal for one in (*self.calls.values(), *self.written.values()))
         for adapter in (FoundAdapter(UNIVERSAL, self.calls), FoundAdapter(WRITTEN_OUT, self.written)):
             for path, one in adapter.found.items():
                 module = self.modules[path]
@@ -351,7 +354,8 @@ class Finding:
                 elif hasattr(module, "mechanism") and not isinstance(module, FoundSite):
                     why = "it has an attribute 'mechanism', which a site needs; rename it"
                 else:
-                    yield adapter, Site(path, module, one.heads, one.head_dim, one.asks, note=one.note)
+                    asked = replace(one.asks, causal=True) if decodes and one.cross else one.asks
+                    yield adapter, Site(path, module, one.heads, one.head_dim, asked, note=one.note)
                     continue
                 raise InjectionError(f"'{path}' ({type(module).__name__}) {one.does}, and {why}")
 

@@ -128,7 +128,7 @@ class Search(Following):
         self.calls: dict[str, Call] = {}  # by the paths of their modules
         self.products: list[Origin] = []
         self.softmaxes: list[Softmax] = []
-        self.by_hand: dict[str, str] = {}  # path -> function
+        self.refused: dict[str, str] = {}  # paths of attention that cannot be changed -> why
         self.made = _Tensors([*model.parameters(), *model.buffers()])  # what PyTorch's functions made
         self.unseen: set[str] = set()  # paths of modules in which something else made a tensor
         self.lost = _Tensors()  # such tensors, and what was made from them
@@ -255,13 +255,20 @@ class Search(Following):
         return bool(((x == 0) | (x == 1)).all()) and (x.shape[-1:] > (1,) or bool((x == 0).any()))
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Note a call of an attention function, or why the module that makes it cannot be changed."""
         given = dict(zip(("query", "key"), args, strict=False)) | kwargs
         frame = self._around(given["query"], given["key"])[-1]
         frame.calls += 1
+        try:
+            self._read(frame, func, given, args, kwargs)
+        except UnsupportedError as error:
+            self.refused.setdefault(frame.path, str(error))
+
+    def _read(self, frame: Frame, func: Any, given: dict[str, Any], args: Any, kwargs: Any) -> None:
         if in_autograd_function():
             raise UnsupportedError(
-                f"'{frame.path}' attends inside of a torch.autograd.Function, whose derivative would stay the host's; "
-                "call the attention outside of it"
+                "it attends inside of a torch.autograd.Function, whose derivative would stay the host's; call the "
+                "attention outside of it"
             )
         call = replace(FUNCTIONS[func].read(frame.path, *args, **kwargs), repeated=frame.calls > 1)
         if call.function != "multi_head_attention_forward":
@@ -310,10 +317,10 @@ class Search(Following):
         return all(any(flow.origin.axis is not None for flow in self.flows(x)) for x in pair)
 
     def _note_weights(self, weights: Tensor) -> None:
-        """Note which function of `BY_HAND` made the weights of some values."""
+        """Refuse the module whose weights of some values were made by a function of `BY_HAND`."""
         for flow in self.flows(weights):
             if flow.origin.kind == "product" and not flow.origin.is_plain and flow.odd in BY_HAND:
-                self.by_hand.setdefault(flow.origin.frames[-1].path, flow.odd)
+                self.refused.setdefault(flow.origin.frames[-1].path, f"it spells its softmax by {flow.odd}")
 
     def _product(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
         origin = Origin("product", len(self.products), frames=tuple(self.running))

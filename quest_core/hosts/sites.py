@@ -60,7 +60,7 @@ class Found:
             if one != two:
                 how = f"other {name}" if isinstance(one, tuple) else f"{name}={one} and with {name}={two}"
                 raise UnsupportedError(
-                    f"'{self.path}' {self.does} with {how}, and a site has one mechanism; write an adapter that makes "
+                    f"it {self.does} with {how}, and a site has one mechanism; write an adapter that makes "
                     "two: https://quest-attention.github.io/quest/writing-an-adapter/"
                 )
         return made

@@ -215,7 +215,7 @@ def _read(path: str, *args: Any, **kwargs: Any) -> Call:
     call = _Arguments(*args, **kwargs)
     if call.query.is_nested:
         raise UnsupportedError(
-            f"'{path}' calls scaled_dot_product_attention with nested tensors; pad them and pass a mask of the padding"
+            "it calls scaled_dot_product_attention with nested tensors; pad them and pass a mask of the padding"
         )
     q, k, _ = call.operands()
     n, m = q.shape[-2], k.shape[-2]
