@@ -100,7 +100,8 @@ def run(cell: Cell, progress: Progress) -> Result:
     stock = build("standard")
     steps = (training_step(timed.train(), partial(token_loss, timed, some)) for timed in (stock, model))
     taken = beside_stock(*steps, rounds=options["rounds"])
-    metrics |= {f"{name} of standard": taken.metrics[f"{name} of stock"] for name in ("time", "memory")}
+    ratios = {name: taken.metrics.get(f"{name} of stock") for name in ("time", "memory")}
+    metrics |= {f"{name} of standard": ratio for name, ratio in ratios.items() if ratio is not None}
     return Result(metrics, curves, {"parameters": sum(p.numel() for p in model.parameters())})
 
 

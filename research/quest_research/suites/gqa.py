@@ -139,7 +139,8 @@ def _phases(
     stock, model = build(plain, cell.seed, options).eval(), models[half]
     with torch.no_grad():
         timed = beside_stock(lambda: stock(probe), lambda: model(probe), rounds=options["rounds"])
-    metrics |= {f"{name} of gqa": timed.metrics[f"{name} of stock"] for name in ("time", "memory")}
+    ratios = {name: timed.metrics.get(f"{name} of stock") for name in ("time", "memory")}
+    metrics |= {f"{name} of gqa": ratio for name, ratio in ratios.items() if ratio is not None}
     for name, model in {"fine-tuned": models[half], "fine-tuned from gqa": late}.items():
         if name == "fine-tuned" or late is not models[half]:
             nn.init.zeros_(model.classifier.weight)

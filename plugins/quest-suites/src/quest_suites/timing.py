@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import random
@@ -11,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +64,8 @@ def beside_stock(
     Returns:
         Metrics ``time of stock`` (the median over the rounds of the ratio), ``least time of stock`` (the ratio of the
         shortest rounds, which other work on the machine changes least), ``seconds`` and ``stock seconds`` (the
-        medians), ``memory of stock`` (the ratio of the peaks) and ``MiB``; series ``ratio`` by round.
+        medians), ``memory of stock`` (the ratio of the peaks) and ``MiB``, both left out if stock's step does not raise
+        the peak; series ``ratio`` by round.
     """
     steps = {"stock": stock, "own": own}
     memory = {name: peak_mib(step) for name, step in steps.items()}
@@ -81,35 +84,40 @@ def beside_stock(
                 taken[name].append(clock() - started)
         progress((round_ + 1) / (warm_up + rounds), f"round {round_ + 1}")
     ratios = [mine / theirs for mine, theirs in zip(taken["own"], taken["stock"], strict=True)]
-    return Result(
-        metrics={
-            "time of stock": statistics.median(ratios),
-            "least time of stock": min(taken["own"]) / min(taken["stock"]),
-            "seconds": statistics.median(taken["own"]),
-            "stock seconds": statistics.median(taken["stock"]),
-            "memory of stock": memory["own"] / memory["stock"] if memory["stock"] else math.nan,
-            "MiB": memory["own"],
-        },
-        series={"ratio": ratios},
-    )
+    metrics = {
+        "time of stock": statistics.median(ratios),
+        "least time of stock": min(taken["own"]) / min(taken["stock"]),
+        "seconds": statistics.median(taken["own"]),
+        "stock seconds": statistics.median(taken["stock"]),
+    }
+    if memory["stock"] > 0:
+        metrics |= {"memory of stock": memory["own"] / memory["stock"], "MiB": memory["own"]}
+    return Result(metrics, {"ratio": ratios})
 
 
 def peak_mib(step: Step) -> float:
-    """Return by how many MiB two calls raise the peak of memory: of a forked process on a CPU, allocated on a GPU."""
+    """Return by how many MiB a call raises the peak of memory: of a forked process on a CPU, allocated on a GPU.
+
+    A call before it does not count: it imports modules, and the forked process maps the code that it runs. On Linux
+    the heap then gives its free memory back, because a call that takes it again would not raise the peak.
+    """
     if torch.cuda.is_available():
+        step()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        for _ in range(2):
-            step()
+        step()
         return (torch.cuda.max_memory_allocated() - before) / 2**20
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):  # the caller's own call of the step shows the error
             torch.set_num_threads(1)  # the threads of OpenMP do not survive a fork
+            step()
+            with contextlib.suppress(OSError, AttributeError):
+                ctypes.CDLL(None).malloc_trim(0)
+                Path("/proc/self/clear_refs").write_text("5")  # the peak is now what the process holds
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            for _ in range(2):
-                step()
+            step()
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
             os.write(writing, str(peak / (2**20 if sys.platform == "darwin" else 2**10)).encode())
         os._exit(0)
