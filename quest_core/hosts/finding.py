@@ -17,7 +17,7 @@ from ..errors import InjectionError, UnsupportedError
 from .adapter import Adapter, Site, refusal
 from .following import LEARNED, TENSOR, Flow, Origin, varying
 from .functions import from_last
-from .search import UNKNOWN, UNSEEN, Frame, Operand, Search, Softmax, contraction
+from .search import UNKNOWN, UNSEEN, Frame, Operand, Search, Softmax, contracted
 from .sites import KEPT, FoundSite, looks_like_attention, norm_note, within
 from .universal import Call, Routed
 from .written import Product, Written, WrittenOut
@@ -59,7 +59,7 @@ class _Judge:
             if all(operand.features for operand in origin.operands or (UNKNOWN,)):
                 if not any(within(other, [path]) for other in lost):
                     self.left.setdefault(path, "no softmax follows its products of two activations")
-                elif not origin.uses:
+                elif not origin.softmaxes:
                     self.refused.setdefault(path, "between its product and its softmax stands a compiled kernel")
         for frame in search.frames:
             weighs = frame.begin[1] != frame.end[1] or (kernels_attend and frame.path in search.unseen)
@@ -93,7 +93,7 @@ class _Judge:
         facts = functools.reduce(Written.join, (replace(one, products=()) for one in found))
         start, stop = frame.begin[0], frame.end[0]
         products: list[Product | None] = [
-            roles.get(origin, None if origin.is_plain else Product(origin.equation))
+            roles.get(origin, None if origin.is_activation else Product(origin.equation))
             for origin in self.search.products[start:stop]
         ]
         terms = [
@@ -101,7 +101,7 @@ class _Judge:
                 sorted(
                     (flow.origin.number - start, flow.factor)
                     for flow in softmax.terms
-                    if flow.origin.number >= 0 and (flow.origin in roles or not flow.origin.is_plain)
+                    if flow.origin.number >= 0 and (flow.origin in roles or not flow.origin.is_activation)
                 )
             )
             for softmax in self.search.softmaxes[frame.begin[1] : frame.end[1]]
@@ -122,7 +122,7 @@ class _Judge:
         for origin, over in softmax.axes.items():
             for operand, own in zip(origin.operands, origin.equation, strict=False):
                 if operand.features is not None and over & {*own} & operand.features:
-                    inner = {*contraction(origin.equation)}
+                    inner = {*contracted(origin.equation)}
                     return not any(one.features and one.features & inner for one in origin.operands)
         return False
 
@@ -149,7 +149,7 @@ class _Judge:
             raise UnsupportedError("it is cosine attention: its cosines are multiplied by a learned temperature")
         if flow.odd:
             raise UnsupportedError(f"between the product and the softmax stands {flow.odd}")
-        if sum("applied" in one.origin.uses for one in flow.origin.uses) > 1:
+        if sum("applied" in one.origin.uses for one in flow.origin.softmaxes) > 1:
             raise UnsupportedError("two softmaxes share one product")
         if "applied" not in softmax.origin.uses:
             raise UnsupportedError("its softmax is over the queries (slot attention)")
@@ -187,7 +187,7 @@ class _Judge:
             raise UnsupportedError("its keys are parameters (a router or a memory)")
         if flow.factor <= 0:
             raise UnsupportedError(f"it multiplies its logits by {flow.factor:g}")
-        (feature,) = contraction(letters)
+        (feature,) = contracted(letters)
         factors, head_dim = (q.factor or 1.0, k.factor or 1.0, flow.factor), q.sizes[feature]
         if not (q.separable and k.separable) and not _make_scale(head_dim, *factors):  # LoRA's is on a part
             if TENSOR in (q.odd, k.odd):
@@ -366,7 +366,7 @@ class Finding:
 
 def _layout(flow: Flow) -> str | None:
     """Return the letters of a product in the order in which logits hold its entries; None if they hold others too."""
-    shape, result, index = flow.origin.shape, flow.origin.equation[2], flow.entries
+    shape, result, index = flow.origin.shape, flow.origin.equation[2], flow.places
     if index is None or index.numel() != math.prod(shape):
         return None
     order = "".join(result[i] for axis in range(index.dim()) for i in sorted(varying(flow, axis)))

@@ -13,9 +13,15 @@ Attention that a module writes out is product → scale, bias, mask → softmax 
 
 With ``s.tanh()`` before the softmax the flow of s would be *odd*, by "tanh", and the module refused.
 
-The search of an example (search.py) follows from each origin on, and each entry to its place. A run of a site
-(:class:`Comparing`) follows factors only, and compares them with those of the example. Both share the rules below, one
-for each group of functions.py: `follow` chooses, `_scale` multiplies, `_pass_on` does the rest, and
+The search of an example (search.py) also keeps the *place* that each entry has in its origin, and so knows which axis
+holds features, keys or heads, however they were moved (`Flow.along`):
+
+    q = wq(x)                       places 1 to 160          [5, 32], features along axis 1
+    q = q.view(5, 4, 8)             the same                 [5, 4, 8], features along axes 1 and 2: heads of 8
+    q = q.transpose(0, 1)           moved as the entries     [4, 5, 8], features along axes 0 and 2
+
+A run of a site (:class:`Comparing`) follows factors only, and compares them with those of the example. Both share the
+rules below, one for each group of functions.py: `follow` chooses, `_scale` multiplies, `_pass_on` does the rest, and
 `_change_base` sees what was changed in place.
 """
 
@@ -56,6 +62,7 @@ from .functions import (
     tensors,
 )
 
+# What makes a flow odd, besides the functions that do, which it names:
 LEARNED = "a learned factor"
 PART = "a factor on a part"
 MULTIPLES = "a sum of its multiples"
@@ -68,8 +75,8 @@ ROUNDED = 2**-7  # the same where a tensor of bfloat16 rounds them
 class Origin:
     """What a followed tensor was made from; a search fills in the last fields, from `learned` on."""
 
-    kind: str  # "product", of two tensors; "softmax"; "parameter"; "plain" for any other activation
-    number: int = -1  # how many products were formed before this one
+    kind: str  # "product" of two tensors; "softmax"; "parameter"; "plain": any other activation
+    number: int = -1  # how many products were formed before this one; -1 for those by entries and `OTHER_PRODUCTS`
     equation: tuple[str, str, str] = NO_EQUATION  # letters of the axes of both operands and of the result: nd, dm, nm
     shape: tuple[int, ...] = ()  # of the result
     axis: int | None = None  # that of features; of a softmax, its own; None if it is not known
@@ -78,12 +85,17 @@ class Origin:
     mixes: tuple[Origin, ...] = ()  # the products of which this linear layer mixes the logits
     multiplied: bool = False  # its entries were multiplied by a tensor of zeros and ones
     frames: tuple[Any, ...] = ()  # the modules that were running
-    # Of a softmax, how its weights were used: "applied" to values, "by entries" or "kept". Of a product, its softmaxes.
-    uses: list[Any] = field(default_factory=list)
+    softmaxes: list[Any] = field(default_factory=list)  # that were taken of this product
+    uses: list[str] = field(default_factory=list)  # of weights: "applied" to values, "by entries" or "kept"
 
     @property
-    def is_plain(self) -> bool:
-        """Whether it is an activation that is not a product of two activations."""
+    def is_logits(self) -> bool:
+        """Whether it is a product of two activations, which may be the logits of attention."""
+        return self.kind == "product" and not any(self.learned)
+
+    @property
+    def is_activation(self) -> bool:
+        """Whether it is any other activation, such as a product with a parameter, which is a projection."""
         return self.kind == "plain" or any(self.learned)
 
 
@@ -94,10 +106,10 @@ ACTIVATION = Origin("plain")
 class Flow(NamedTuple):
     """How a tensor was made from an origin."""
 
-    origin: Origin  # the product, softmax, parameter or projection
+    origin: Origin
     factor: float = 1.0  # by which it was multiplied since
     odd: str | None = None  # the first function that did more than to move, scale, shift or hide entries
-    entries: Tensor | None = None  # 1 + the place of each entry in the origin, 0 for one from elsewhere; None: unknown
+    places: Tensor | None = None  # 1 + the place of each entry in the origin, 0 for one from elsewhere; None: unknown
     frames: tuple[Any, ...] = ()  # the modules that were running when it was last multiplied by a number
     shifted: bool = False  # the largest logit of each row, or the like, was subtracted
     gate: float = 1.0  # the part of the factor in tensors of one entry, which may be gates in a batch of one
@@ -116,19 +128,19 @@ class Flow(NamedTuple):
 
     def widened(self, shape: torch.Size) -> Flow:
         """Return the flow with its places repeated to a shape."""
-        if self.entries is None or self.entries.shape == shape:
+        if self.places is None or self.places.shape == shape:
             return self
         try:
-            return self._replace(entries=self.entries.expand(shape))
+            return self._replace(places=self.places.expand(shape))
         except RuntimeError:
-            return self._replace(entries=None)
+            return self._replace(places=None)
 
     @property
     def along(self) -> set[int] | None:
         """The axes of the tensor along which the axis of its origin runs, that of features or keys; None: unknown."""
-        if self.entries is None or self.origin.axis is None:
+        if self.places is None or self.origin.axis is None:
             return None
-        return {dim for dim in range(self.entries.dim()) if self.origin.axis in varying(self, dim)}
+        return {dim for dim in range(self.places.dim()) if self.origin.axis in varying(self, dim)}
 
 
 Flows = tuple[Flow, ...]
@@ -187,8 +199,8 @@ class Following(TorchFunctionMode):
         if name in SCALES:
             self._scale(step, out)
         elif name not in PROJECTIONS and any(flows for _, flows in given):
-            for place, result in enumerate(tensors((out,))):
-                self.note(result, self._pass_on(step, result, place))
+            for nth, result in enumerate(tensors((out,))):
+                self.note(result, self._pass_on(step, result, nth))
         else:
             return
         self._change_base(step, out)
@@ -205,52 +217,56 @@ class Following(TorchFunctionMode):
         return is_learned(x) or (bool(flows) and all(f.origin.kind == "parameter" for f in flows))
 
     def _scale(self, step: Step, out: Tensor) -> None:
-        """Follow a product or quotient of entries."""
-        one, other = (*step.args, *step.kwargs.values())[:2]
-        if step.name == "mul" and self._is_factor(one, other, out):
-            one, other = other, one
-        learned = self.is_parameter(other)
-        factor = None if self.flows(other) and not learned else number(other)
-        if not isinstance(one, Tensor):  # a number, divided by a tensor
+        """Follow a product or quotient of entries: of `x` by `factors`, a number or a tensor."""
+        x, factors = (*step.args, *step.kwargs.values())[:2]
+        if step.name == "mul" and self._is_factor(x, factors, out):
+            x, factors = factors, x
+        learned = self.is_parameter(factors)
+        factor = None if self.flows(factors) and not learned else number(factors)
+        if not isinstance(x, Tensor):  # a number, divided by a tensor
             changed = []
         elif factor is None or (factor == 0 and step.name == "div"):
-            changed = self._scale_entries(step, one, other, out, learned=learned)
+            changed = self._scale_entries(step, x, factors, out, learned=learned)
         else:
-            flows = self.flows(one)
-            if not flows and not self.is_parameter(one) and out.is_floating_point():
+            flows = self.flows(x)
+            if not flows and not self.is_parameter(x) and out.is_floating_point():
                 flows = (Flow(ACTIVATION),)
             by = factor if step.name == "mul" else 1 / factor
-            gate, frames, why = by if self._may_gate(other) else 1.0, tuple(self.running), LEARNED if learned else None
+            gate, frames, why = (
+                by if self._may_gate(factors) else 1.0,
+                tuple(self.running),
+                LEARNED if learned else None,
+            )
             changed = [f.times(by).marked(why)._replace(gate=f.gate * gate, frames=frames) for f in flows]
         self.note(out, _merge([f.widened(out.shape) for f in changed]))
 
-    def _scale_entries(self, step: Step, one: Tensor, other: Any, out: Tensor, *, learned: bool) -> list[Flow]:
-        """Return what is left of the flows of `one`, and of `other`, the tensor of its factors."""
-        flows, others = self.flows(one), self.flows(other)
+    def _scale_entries(self, step: Step, x: Tensor, factors: Any, out: Tensor, *, learned: bool) -> list[Flow]:
+        """Return what is left of the flows of `x` and of `factors` in a product or quotient with a tensor."""
+        flows, others = self.flows(x), self.flows(factors)
         changed: list[Flow] = []
         for flow in flows:
-            if not _ends(flow, one, others, out):
+            if not _ends(flow, x, others, out):
                 flow.origin.multiplied |= flow.origin.kind == "product"
-                changed.append(flow.marked(self._oddity(flow, one, other, learned=learned)))
+                changed.append(flow.marked(self._oddity(flow, x, factors, learned=learned)))
         own = {f.origin for f in flows}
         for flow in others:
-            if _shifts_only(flow, other, flows, out) or (flow.origin not in own and _ends(flow, other, flows, out)):
+            if _shifts_only(flow, factors, flows, out) or (flow.origin not in own and _ends(flow, factors, flows, out)):
                 continue
             kind = flow.origin.kind
-            if kind == "softmax" or (kind == "product" and (holds_numbers(other) or flow.origin in own)):
+            if kind == "softmax" or (kind == "product" and (holds_numbers(factors) or flow.origin in own)):
                 changed.append(flow._replace(odd=TENSOR if step.name == "mul" else flow.odd or "a quotient"))
         return changed
 
-    def _oddity(self, flow: Flow, one: Tensor, other: Any, *, learned: bool) -> str | None:
-        """Return what makes a flow of `one` odd that is multiplied by the entries of `other`, if anything does."""
+    def _oddity(self, flow: Flow, x: Tensor, factors: Any, *, learned: bool) -> str | None:
+        """Return what makes a flow of `x` odd that is multiplied or divided by `factors`, or None."""
         kind = flow.origin.kind
-        if kind == "product" and isinstance(other, Tensor) and (learned or not self._hides(other)):
+        if kind == "product" and isinstance(factors, Tensor) and (learned or not self._is_mask(factors)):
             return LEARNED if learned else TENSOR
-        if other is one:
+        if factors is x:
             return "square"
-        if kind == "plain" and self._is_by_head(other, flow):
+        if kind == "plain" and self._is_by_head(factors, flow):
             return TENSOR
-        if flow.factor != 1 and any(f.origin is not ACTIVATION for f in self.flows(other)):
+        if flow.factor != 1 and any(f.origin is not ACTIVATION for f in self.flows(factors)):
             return "a factor, and a product after it"
         return None
 
@@ -269,30 +285,30 @@ class Following(TorchFunctionMode):
         """Return whether a factor of one entry may be the gate of a batch of one; a search follows gates itself."""
         return False
 
-    def _hides(self, x: Any) -> bool:
+    def _is_mask(self, x: Any) -> bool:
         """Return whether a tensor that multiplies logits only hides some, as a mask does."""
         return True
 
     def _is_by_head(self, x: Any, flow: Flow) -> bool:
         """Return whether a tensor multiplies an activation by one number, or one for each head."""
-        index = flow.entries
-        if index is None or not isinstance(x, Tensor) or not may_read(x, waits=True) or self._hides(x):
+        places = flow.places
+        if places is None or not isinstance(x, Tensor) or not may_read(x, waits=True) or self._is_mask(x):
             return False
         if (x.dim() and x.shape[-1] > 1) if self.is_parameter(x) else self.flows(x):
             return False
-        if torch.broadcast_shapes(x.shape, index.shape) != index.shape:  # the activation is repeated for it
+        if torch.broadcast_shapes(x.shape, places.shape) != places.shape:  # the activation is repeated for it
             return False
         if (along := flow.along) is None:
             return False
-        x = x.expand(index.shape)
+        x = x.expand(places.shape)
         return all(bool((x == x.narrow(dim, 0, 1)).all()) for dim in {*range(x.dim()), -1} - along)
 
-    def _pass_on(self, step: Step, out: Tensor, place: int) -> Flows:
-        """Return what a function that does not multiply leaves of the flows of its arguments in its result `out`."""
+    def _pass_on(self, step: Step, out: Tensor, nth: int) -> Flows:
+        """Return what a function that does not multiply leaves of the flows of its arguments in its `nth` result."""
         name, given = step.name, step.given
         flows = [flow for _, flows in given for flow in flows]
         if not holds_numbers(out):
-            return _merge([_unknown(f, name)._replace(entries=None) for f in flows if f.origin.kind == "product"])
+            return _merge([_unknown(f, name)._replace(places=None) for f in flows if f.origin.kind == "product"])
         if name in BOUNDS and is_far(step.args, step.kwargs):
             name = "identity"
         if name in SUMS and len(given) > 1:
@@ -300,11 +316,11 @@ class Following(TorchFunctionMode):
         if name in JOINS and len(set.union(*(_products(flows) for _, flows in given))) > 1:
             flows = [f.marked("a join of two products") if f.origin.kind == "product" else f for f in flows]
         if _mixes_factors(name, given):
-            flows = [f.partial() if f.origin.is_plain else f for f in flows]
+            flows = [f.partial() if f.origin.is_activation else f for f in flows]
         if name in MOVES:
-            flows.sort(key=lambda f: f.entries is None)
-            places = {f.origin: self._move(step, f.origin, place) for f in flows if f.entries is not None}
-            return _merge([f._replace(entries=places.get(f.origin)) for f in flows])
+            flows.sort(key=lambda f: f.places is None)
+            places = {f.origin: self._move(step, f.origin, nth) for f in flows if f.places is not None}
+            return _merge([f._replace(places=places.get(f.origin)) for f in flows])
         if name in ("neg", "rsub"):
             flows = [f.times(-1) for f in flows]
         elif name in KEEPS:
@@ -315,13 +331,13 @@ class Following(TorchFunctionMode):
             flows = [_unknown(_keep_features(f, out), name) for f in flows]
         return _merge([f.widened(out.shape) for f in flows])
 
-    def _move(self, step: Step, origin: Origin, place: int) -> Tensor | None:
-        """Return the places of entries after a function that moves them; None if it does not move integers."""
+    def _move(self, step: Step, origin: Origin, nth: int) -> Tensor | None:
+        """Return the places in the `nth` result of a function that moves entries; None if it does not move integers."""
 
         def places(x: Tensor) -> Any:
             if not x.is_floating_point():
                 return x
-            found = [f.entries for f in self.flows(x) if f.origin is origin]
+            found = [f.places for f in self.flows(x) if f.origin is origin]
             return found[0] if found else torch.zeros(x.shape, dtype=torch.int32)
 
         try:
@@ -334,7 +350,7 @@ class Following(TorchFunctionMode):
                     target = target.clone()
                     target[at] = value
                 return target  # type: ignore[no-any-return]
-            return list(tensors((step.func(*args, **kwargs),)))[place]
+            return list(tensors((step.func(*args, **kwargs),)))[nth]
         except (AttributeError, RuntimeError, TypeError, IndexError):
             return None
 
@@ -351,7 +367,7 @@ class Following(TorchFunctionMode):
         if base is not None and (written or (changes and self.flows(base))):
             flows = _merge([*self.flows(base), *written])
             if step.name in WRITES and all(f.origin.kind == "plain" and (f.factor, f.odd) == (1, None) for f in flows):
-                self.note(base, tuple(f._replace(entries=None) for f in flows))  # a cache
+                self.note(base, tuple(f._replace(places=None) for f in flows))  # a cache
             else:
                 self._mark(base, flows, step.name)
         for x in [made() for made, _ in self.followed.values()] if changes else ():
@@ -359,7 +375,7 @@ class Following(TorchFunctionMode):
                 self._mark(x, self.flows(x), step.name)
 
     def _mark(self, x: Tensor, flows: Flows, name: str) -> None:
-        self.note(x, tuple(f.marked(f"{name} of a part")._replace(entries=None) for f in flows))
+        self.note(x, tuple(f.marked(f"{name} of a part")._replace(places=None) for f in flows))
 
 
 class Comparing(Following):
@@ -367,7 +383,7 @@ class Comparing(Following):
 
     Args:
         site: see `FoundSite`.
-        eager: whether it follows.
+        eager: False follows nothing, as while compiling.
     """
 
     def __init__(self, site: Any, *, eager: bool = True) -> None:
@@ -404,7 +420,7 @@ class Comparing(Following):
                 continue  # nothing is undone
             if given is None:
                 self.refuse(f"multiplies its {what} by a number and changes them after that, unlike in the example")
-            gate = next((flow.gate for flow in self.flows(x) if flow.origin.is_plain), 1.0) or 1.0
+            gate = next((flow.gate for flow in self.flows(x) if flow.origin.is_activation), 1.0) or 1.0
             if not any(same_factor(one, factor, rounded=x.element_size() < 4) for one in (given, given / abs(gate))):
                 self.refuse(f"multiplies its {what} by {given:g}, and in the example by {factor:g}")
 
@@ -418,18 +434,19 @@ def same_factor(one: float, other: float, *, rounded: bool) -> bool:
 
 
 def factor_of(flows: Flows, *, sums: bool = False) -> float | None:
-    """Return the factor of an activation, 1 if none is known, None if it is unclear; `sums` takes that of one part."""
-    made = sorted((f for f in flows if f.origin.kind in ("plain", "product")), key=lambda f: not f.origin.is_plain)
-    if not made:
+    """Return the factor of an activation, 1 if none is known, None if it is unclear.
+
+    It is unclear where only a part of a sum or join has a factor; `sums` returns the factor on the whole then.
+    """
+    plain = [f for f in flows if f.origin.is_activation] or [f for f in flows if f.origin.kind == "product"]
+    if not plain:
         return 1.0
-    return abs(made[0].factor) if made[0].odd is None or (sums and made[0].odd == PART) else None
+    return abs(plain[0].factor) if plain[0].odd is None or (sums and plain[0].odd == PART) else None
 
 
 def counted(flows: Iterable[Flow]) -> tuple[Origin, ...]:
-    """Return the products of two activations that are followed by their number, so not those by entries."""
-    return tuple(
-        f.origin for f in flows if f.origin.kind == "product" and not f.origin.is_plain and f.origin.number >= 0
-    )
+    """Return the logits that have a number, so no products by entries."""
+    return tuple(f.origin for f in flows if f.origin.is_logits and f.origin.number >= 0)
 
 
 def _products(flows: Flows) -> set[Origin]:
@@ -443,7 +460,7 @@ def _merge(flows: list[Flow]) -> Flows:
     for flow in flows:
         if flow.origin.kind == "parameter":
             continue
-        key = ACTIVATION if flow.origin.is_plain else flow.origin
+        key = ACTIVATION if flow.origin.is_activation else flow.origin
         first = found.setdefault(key, flow)
         if key is not ACTIVATION:
             odd = first.odd or flow.odd or (MULTIPLES if first.factor != flow.factor else None)
@@ -516,7 +533,7 @@ def _shifts_only(flow: Flow, x: Tensor, others: Flows, out: Tensor) -> bool:
     if flow.origin.kind == "product":
         is_statistic = flow.origin.number < 0
     else:
-        is_statistic = flow.origin.kind == "softmax" and flow.entries is None and _is_smaller(x, out)
+        is_statistic = flow.origin.kind == "softmax" and flow.places is None and _is_smaller(x, out)
     return is_statistic and _are_activation(others, flow.origin)
 
 
@@ -527,10 +544,10 @@ def _ends(flow: Flow, x: Tensor, others: Flows, out: Tensor) -> bool:
     """
     if flow.origin.kind != "softmax" or not _is_smaller(x, out):
         return False
-    index, ends = flow.entries, True
-    if index is not None and index.dim() == out.dim() and not _are_activation(others, flow.origin):
+    places, ends = flow.places, True
+    if places is not None and places.dim() == out.dim() and not _are_activation(others, flow.origin):
         keys = flow.along
-        ends = not keys or index.shape[min(keys) :] != out.shape[min(keys) :]
+        ends = not keys or places.shape[min(keys) :] != out.shape[min(keys) :]
     flow.origin.uses += ["by entries"] if ends else []
     return ends
 
@@ -540,10 +557,10 @@ def _ends(flow: Flow, x: Tensor, others: Flows, out: Tensor) -> bool:
 
 def varying(flow: Flow, dim: int) -> set[int]:
     """Return the axes of the origin along which places change along the axis `dim` of the tensor."""
-    assert flow.entries is not None
-    shape, index = flow.origin.shape, flow.entries
-    rows = index.movedim(dim, -1).reshape(-1, index.shape[dim])
-    rows = rows[:: max(len(rows) // 512, 1)]
+    assert flow.places is not None
+    shape = flow.origin.shape
+    rows = flow.places.movedim(dim, -1).reshape(-1, flow.places.shape[dim])
+    rows = rows[:: max(len(rows) // 512, 1)]  # enough of them
     real, found = rows > 0, set()
     for axis, size in enumerate(shape):
         place = (rows - 1).div(math.prod(shape[axis + 1 :]), rounding_mode="floor") % size
@@ -558,14 +575,14 @@ def _keep_features(flow: Flow, out: Tensor) -> Flow:
 
     Features are where they were if their axes are as long, and the others are as many.
     """
-    index = flow.entries
-    if flow.origin.kind != "plain" or index is None or index.shape == out.shape or index.dim() != out.dim():
+    places = flow.places
+    if flow.origin.kind != "plain" or places is None or places.shape == out.shape or places.dim() != out.dim():
         return flow
-    if (along := flow.along) is None or any(index.shape[dim] != out.shape[dim] for dim in along):
+    if (along := flow.along) is None or any(places.shape[dim] != out.shape[dim] for dim in along):
         return flow
     for dim in {*range(out.dim())} - along:
-        index = index.narrow(dim, 0, 1)
-    return flow._replace(entries=index.expand(out.shape))
+        places = places.narrow(dim, 0, 1)
+    return flow._replace(places=places.expand(out.shape))
 
 
 def is_learned(x: Any) -> bool:

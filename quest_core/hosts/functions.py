@@ -69,7 +69,7 @@ OTHER_PRODUCTS = _words(
 )
 """Functions that multiply two tensors in a way that is not prepared."""
 SOFTMAX = "softmax"
-FUNCTIONS: dict[Any, str] = {
+PRODUCTS_AND_SOFTMAX: dict[Any, str] = {
     getattr(owner, name): name
     for name in (*PRODUCTS, SOFTMAX)
     for owner in (torch, Tensor, nn.functional)
@@ -87,7 +87,7 @@ ALIASES = {"truediv": "div", "true_divide": "div", "divide": "div", "multiply": 
 }
 ALIASES |= {"rsub": "rsub", "rdiv": "rdiv", "rtruediv": "rdiv"}
 """Other names: of operators, of functions in place, and of reflected ones, whose operands change places."""
-_names: dict[Any, str] = {**FUNCTIONS}  # what `name_of` has answered
+_names: dict[Any, str] = {**PRODUCTS_AND_SOFTMAX}  # what `name_of` has answered
 FAR = 1e3  # bounds beyond it do not change logits
 NO_EQUATION = ("", "", "")
 """The equation of a product of vectors, or of more than two tensors."""
@@ -143,8 +143,8 @@ def equation(name: str, head: list[Any], a: Tensor, b: Tensor) -> tuple[str, str
     return _letters(head[0] if name == "einsum" else None, a.dim(), b.dim())
 
 
-def is_product(name: str, args: Any) -> bool:
-    """Return whether a call of `FUNCTIONS` counts: of a softmax, or of a product that sums over something.
+def is_counted(name: str, args: Any) -> bool:
+    """Return whether a call of `PRODUCTS_AND_SOFTMAX` counts: of a softmax, or of a product that sums over something.
 
     An einsum that does not makes a table, such as ``i,j->ij`` of positions and frequencies, which hosts cache.
     """

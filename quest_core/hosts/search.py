@@ -28,14 +28,14 @@ from .functions import (
     entries_from,
     equation,
     from_last,
-    is_product,
+    is_counted,
     map_tensors,
     name_of,
     operands,
     tensors,
 )
 from .sites import common_norm, in_autograd_function, restoring, run_example
-from .universal import FUNCTIONS, Call
+from .universal import ATTENTION_FUNCTIONS, Call
 from .written import HIDDEN
 
 
@@ -140,7 +140,7 @@ class Search(Following):
         handles = [module.register_forward_pre_hook(self._enter, with_kwargs=True) for module in modules]
         handles += [module.register_forward_hook(self._leave, always_call=True) for module in modules]
         if changed:
-            handles.append(self.model.register_forward_pre_hook(_change, with_kwargs=True, prepend=True))
+            handles.append(self.model.register_forward_pre_hook(_other_inputs, with_kwargs=True, prepend=True))
         try:
             with restoring(self.model), force_eager(), self:
                 run_example(self.model, example)
@@ -167,10 +167,10 @@ class Search(Following):
         """Note the running modules if no function of PyTorch that was seen made one of some tensors."""
         for x in tensors((values,)):
             if x.is_floating_point() and x not in self.made:
-                self._hide()
+                self._note_unseen()
                 self.lost.add(x)
 
-    def _hide(self) -> None:
+    def _note_unseen(self) -> None:
         self.unseen.update(frame.path for frame in self.running)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -178,7 +178,7 @@ class Search(Following):
         if not self.running or is_compiling():
             return func(*args, **kwargs)
         self._use((*args, *kwargs.values()))
-        if func in FUNCTIONS and not self.running[-1].known:
+        if func in ATTENTION_FUNCTIONS and not self.running[-1].known:
             self._call(func, args, kwargs)
         lost = any(x in self.lost for x in tensors((*args, *kwargs.values())))
         out = func(*args, **kwargs)
@@ -186,11 +186,11 @@ class Search(Following):
         if lost:
             self.lost.add(out)
         if type(func).__module__ == "torch._ops":  # an operator of the host or of its kernels
-            self._hide()
+            self._note_unseen()
         if self.running[-1].known:
             return out
         name = name_of(func)
-        if name in PRODUCTS and is_product(name, args):
+        if name in PRODUCTS and is_counted(name, args):
             self._product(name, args, kwargs, out)
         elif name == SOFTMAX:
             self._softmax(args, kwargs, out)
@@ -235,18 +235,18 @@ class Search(Following):
         flows = [flow for x in given for flow in self.flows(x)]
         axis, kept = PROJECTIONS[name] % out.dim(), list[Flow]()
         for flow in [flow for flow in flows if flow.origin.kind == "softmax"]:
-            if flow.entries is None or flow.entries.dim() != out.dim() or axis in (flow.along or ()):
+            if flow.places is None or flow.places.dim() != out.dim() or axis in (flow.along or ()):
                 flow.origin.uses.append("applied")  # weights that are read as features, as a coverage is
             else:
-                kept.append(flow._replace(entries=flow.entries.narrow(axis, 0, 1)).widened(out.shape))
+                kept.append(flow._replace(places=flow.places.narrow(axis, 0, 1)).widened(out.shape))
         self.new(out, Origin("plain", axis=axis, mixes=counted(flows)), also=tuple(kept))
 
-    def _hides(self, x: Any) -> bool:
+    def _is_mask(self, x: Any) -> bool:
         """Return whether a tensor holds only zeros and ones, as a mask does, and no logits.
 
         A parameter hides nothing, and neither do ones for whole rows, which a temperature may be at first.
         """
-        if any(flow.origin.kind == "product" and not flow.origin.is_plain for flow in self.flows(x)):
+        if any(flow.origin.is_logits for flow in self.flows(x)):
             return False
         if x.dtype == torch.bool:
             return True
@@ -257,7 +257,7 @@ class Search(Following):
     def _call(self, func: Any, args: Any, kwargs: Any) -> None:
         """Note a call of an attention function, or why the module that makes it cannot be changed."""
         given = dict(zip(("query", "key"), args, strict=False)) | kwargs
-        frame = self._around(given["query"], given["key"])[-1]
+        frame = self._frames_with_factors(given["query"], given["key"])[-1]
         frame.calls += 1
         try:
             self._read(frame, func, given, args, kwargs)
@@ -270,19 +270,19 @@ class Search(Following):
                 "it attends inside of a torch.autograd.Function, whose derivative would stay the host's; call the "
                 "attention outside of it"
             )
-        call = replace(FUNCTIONS[func].read(frame.path, *args, **kwargs), repeated=frame.calls > 1)
+        call = replace(ATTENTION_FUNCTIONS[func].read(frame.path, *args, **kwargs), repeated=frame.calls > 1)
         if call.function != "multi_head_attention_forward":
             pair = [given[name] for name in ("query", "key")]
             flows = [self.flows(x) for x in pair]
-            separable = not any(map(self._misses, pair)) and all(factor_of(one) is not None for one in flows)
+            separable = not any(map(self._may_miss_factor, pair)) and all(factor_of(one) is not None for one in flows)
             call = call.with_factors(*(factor_of(one, sums=True) for one in flows), separable=separable)
         self.calls[frame.path] = self.calls[frame.path].join(call) if frame.path in self.calls else call
 
-    def _misses(self, x: Tensor) -> bool:
+    def _may_miss_factor(self, x: Tensor) -> bool:
         """Return whether a factor on `x` may have been missed, because it is lost and no projection is known of it."""
-        return x in self.lost and all(f.origin is ACTIVATION or not f.origin.is_plain for f in self.flows(x))
+        return x in self.lost and all(f.origin is ACTIVATION or not f.origin.is_activation for f in self.flows(x))
 
-    def _around(self, *operands: Tensor) -> tuple[Frame, ...]:
+    def _frames_with_factors(self, *operands: Tensor) -> tuple[Frame, ...]:
         """Return the running modules in which the host also multiplied the operands by its factors."""
         frames = tuple(self.running)
         for flow in (flow for x in operands for flow in self.flows(x)):
@@ -308,7 +308,7 @@ class Search(Following):
         given = kwargs.get("dim", args[1] if len(args) > 1 else None)
         given = range(x.dim()) if given is None else (given,) if isinstance(given, int) else given
         dims = {dim % max(x.dim(), 1) for dim in given}
-        if any(f.entries is None or dims & (f.along or set()) for f in self.flows(x)):
+        if any(f.places is None or dims & (f.along or set()) for f in self.flows(x)):
             origin = Origin("product", frames=tuple(self.running))
             self.new(out, origin, odd="a sum of products by entries", also=self.flows(out))
 
@@ -319,7 +319,7 @@ class Search(Following):
     def _note_weights(self, weights: Tensor) -> None:
         """Refuse the module whose weights of some values were made by a function of `BY_HAND`."""
         for flow in self.flows(weights):
-            if flow.origin.kind == "product" and not flow.origin.is_plain and flow.odd in BY_HAND:
+            if flow.origin.is_logits and flow.odd in BY_HAND:
                 self.refused.setdefault(flow.origin.frames[-1].path, f"it spells its softmax by {flow.odd}")
 
     def _product(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
@@ -339,32 +339,32 @@ class Search(Following):
         applied, kept = self._apply(pair, letters, origin.learned, out)
         if all(origin.learned) or (applied and not any(origin.learned)):
             origin.kind, origin.learned = "plain", ()
-        if not letters or len(contraction(letters)) != 1:
-            self.new(out, origin, odd=None if origin.is_plain else f"{name} over {letters or 'vectors'}")
+        if not letters or len(contracted(letters)) != 1:
+            self.new(out, origin, odd=None if origin.is_activation else f"{name} over {letters or 'vectors'}")
             return
         if any(origin.learned):  # a projection, whose features are those of the parameter
             parameter, other = letters[origin.learned.index(True)], letters[origin.learned.index(False)]
             own = [s for s in parameter if s in letters[2] and s not in other]
             origin.axis = letters[2].index(own[-1]) if own else None
             origin.mixes = counted(f for x in pair for f in self.flows(x))
-        origin.frames = self._around(*pair)
+        origin.frames = self._frames_with_factors(*pair)
         if origin.kind == "product":
             origin.operands = tuple(self._operand(x, s, letters) for x, s in zip(pair, letters, strict=False))
         self.new(out, origin, alpha(rest), also=(*self.addends(head, rest), *kept))
 
     def _operand(self, x: Tensor, own: str, letters: tuple[str, str, str]) -> Operand:
-        flow = next((flow for flow in self.flows(x) if flow.origin.is_plain), None)
+        flow = next((flow for flow in self.flows(x) if flow.origin.is_activation), None)
         features = None if flow is None or flow.along is None else {own[dim] for dim in flow.along}
         sizes, factor = dict(zip(own, x.shape, strict=True)), factor_of(self.flows(x), sums=True)
         more: Any = {"like": x.new_empty(0), "separable": factor_of(self.flows(x)) is not None}
         if flow is not None:
             more |= {"odd": flow.odd, "origin": flow.origin}
-        if self._misses(x):
+        if self._may_miss_factor(x):
             more |= {"separable": False, "odd": UNSEEN}
         if not may_read(x, waits=True):
             return Operand(sizes, features, factor, None, **more)
         wide = x.detach().double()
-        vectors = wide.movedim(own.index(contraction(letters)[0]), -1)
+        vectors = wide.movedim(own.index(contracted(letters)[0]), -1)
         norm = common_norm(vectors, 2e-3 if x.dtype == torch.float32 else 1e-2)
         values = wide.flatten()
         seen = (values.sum().item(), (values * torch.linspace(1, 2, len(values)).to(values)).sum().item())
@@ -388,7 +388,7 @@ class Search(Following):
                 found, use, axis = True, "applied", flow.origin.axis
                 if letters and flow.along is not None and axis is not None and flow.origin.shape[axis] > 1:
                     over = {letters[i][dim] for dim in flow.along}
-                    use = "applied" if over & set(contraction(letters)) else "kept"
+                    use = "applied" if over & set(contracted(letters)) else "kept"
                 if learned[1 - i] and use == "kept" and letters and len({*letters[i]}) == len(letters[i]):
                     kept.append(_mixed(flow, letters[i], letters[2], out))
                 else:
@@ -417,7 +417,7 @@ class Search(Following):
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         terms = tuple(flow for flow in self.flows(logits) if flow.origin.kind == "product" or flow.origin.mixes)
         origin = Origin("softmax", axis=from_last(dim, out.dim()) % max(out.dim(), 1))
-        own = tuple(flow for flow in terms if not any(isinstance(use, Softmax) for use in flow.origin.uses))
+        own = tuple(flow for flow in terms if not flow.origin.softmaxes)
         owner = self._owner(own)
         if any(owner in flow.origin.frames for flow in terms if flow not in own):
             own = ()
@@ -426,17 +426,17 @@ class Search(Following):
         else:
             owner = self._owner(terms)
         plain = any(flow.origin.axis is not None for flow in self.flows(logits))
-        norms = {flow.origin for flow in self.flows(logits) if flow.odd in NORMS and flow.origin.is_plain}
+        norms = {flow.origin for flow in self.flows(logits) if flow.odd in NORMS and flow.origin.is_activation}
         made = Softmax(terms, origin, owner, {}, plain, norms, tuple(out.shape))
         self.softmaxes.append(made)
         if not terms:
             return
         for flow in terms:
             result = flow.origin.equation[2]
-            if flow.entries is not None and result:
+            if flow.places is not None and result:
                 made.axes[flow.origin] = {result[axis] for axis in varying(flow, origin.axis or 0)}
             for one in (flow.origin, *flow.origin.mixes):
-                one.uses.append(made)
+                one.softmaxes.append(made)
         if out.dim() > 1 and may_read(logits, waits=True):
             n, m = out.shape[-2:]
             future = torch.ones(n, m, dtype=torch.bool, device=out.device).triu(m - n + 1)
@@ -446,22 +446,22 @@ class Search(Following):
 
 def _mixed(flow: Flow, own: str, result: str, out: Tensor) -> Flow:
     """Return the flow of weights with the axes `own` after a product with parameters, with the axes `result`."""
-    assert flow.entries is not None
-    index = flow.entries
+    assert flow.places is not None
+    index = flow.places
     for place in reversed(range(len(own))):
         index = index if own[place] in result else index.select(place, 0)
     left = [s for s in own if s in result]
     index = index.permute([left.index(s) for s in result if s in left])
     for place, s in enumerate(result):
         index = index if s in left else index.unsqueeze(place)
-    return flow._replace(entries=index.expand(out.shape))
+    return flow._replace(places=index.expand(out.shape))
 
 
-def contraction(letters: tuple[str, str, str]) -> list[str]:
+def contracted(letters: tuple[str, str, str]) -> list[str]:
     return [s for s in letters[0] if s in letters[1] and s not in letters[2]]
 
 
-def _change(module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _other_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Return other inputs of the same kind: numbers are turned around and scaled, masks stay."""
 
     def other(x: Tensor) -> Tensor:

@@ -184,7 +184,7 @@ class _Route(Comparing):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         known = self.site.found_attention
-        if func not in FUNCTIONS or FUNCTIONS[func].name != known.function:
+        if func not in ATTENTION_FUNCTIONS or ATTENTION_FUNCTIONS[func].name != known.function:
             return self.call(func, args, kwargs)
         if not is_compiling() and in_compiled_graph(self.site):
             return func(*args, **kwargs)
@@ -194,7 +194,7 @@ class _Route(Comparing):
         if self.eager:
             given = dict(zip(("query", "key"), args, strict=False)) | kwargs
             self.compare_factors((given["query"], given["key"]), known.factors)
-        return FUNCTIONS[func].attend(self.site, *args, **kwargs)
+        return ATTENTION_FUNCTIONS[func].attend(self.site, *args, **kwargs)
 
     def finish(self) -> None:
         """Raise UnsupportedError unless the site called its function."""
@@ -396,7 +396,7 @@ class _Function(NamedTuple):
     attend: Any
 
 
-FUNCTIONS = {
+ATTENTION_FUNCTIONS = {
     ATTENTION: _Function("scaled_dot_product_attention", _read, _attend),
     MULTI_HEAD: _Function("multi_head_attention_forward", _read_multi_head, _attend_multi_head),
     FLEX_ATTENTION: _Function("flex_attention", _read_flex, _attend_flex),

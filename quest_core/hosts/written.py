@@ -22,9 +22,9 @@ from ..mechanisms.base import Score
 from ..projections import HeadSizes
 from .adapter import Capabilities, mechanism_for
 from .following import Comparing, Flow, Origin, same_factor
-from .functions import FUNCTIONS, NO_EQUATION, SOFTMAX, alpha, equation, from_last, is_product, operands
+from .functions import NO_EQUATION, PRODUCTS_AND_SOFTMAX, SOFTMAX, alpha, equation, from_last, is_counted, operands
 from .sites import Found, FoundSite, beyond_operands, in_compiled_graph, refuse_checkpoint, site_draft, without
-from .universal import FUNCTIONS as CALLS
+from .universal import ATTENTION_FUNCTIONS
 
 HIDDEN = -5e3  # a logit at or below it is hidden, for normalizers that count what a row sees
 
@@ -176,15 +176,15 @@ class _Preparing(Comparing):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (known := FUNCTIONS.get(func)) is not None and is_product(known, args):
+        if (known := PRODUCTS_AND_SOFTMAX.get(func)) is not None and is_counted(known, args):
             if not is_compiling() and in_compiled_graph(self.site):
                 return func(*args, **kwargs)
             return self._weigh(func, args, kwargs) if known == SOFTMAX else self._multiply(known, func, args, kwargs)
-        if self.eager and func in CALLS:
-            self.refuse(f"calls {CALLS[func].name} too")
+        if self.eager and func in ATTENTION_FUNCTIONS:
+            self.refuse(f"calls {ATTENTION_FUNCTIONS[func].name} too")
         return self.call(func, args, kwargs)
 
-    def _hides(self, x: Any) -> bool:
+    def _is_mask(self, x: Any) -> bool:
         """Return whether a tensor may be a mask that the host multiplies logits by, as it did in the example."""
         return not x.is_floating_point() or self.known.multiplied
 
