@@ -17,10 +17,10 @@ from ..errors import InjectionError, UnsupportedError
 from .adapter import Adapter, Site, refusal
 from .following import LEARNED, TENSOR, Flow, Origin, varying
 from .functions import from_last
-from .search import UNKNOWN, UNSEEN, Frame, Operand, Search, Softmax, contracted
+from .search import UNSEEN, Frame, Operand, Search, Softmax, contracted
 from .sites import KEPT, FoundSite, looks_like_attention, norm_note, within
 from .universal import Call, Routed
-from .written import Product, Written, WrittenOut
+from .written import Product, SoftmaxOf, Written, WrittenOut
 
 UNIVERSAL, WRITTEN_OUT = "universal", "written out"
 """Names of the adapters of what an example finds, as reports have them."""
@@ -37,38 +37,45 @@ class _Judge:
         self.search, self.again = search, again
         self.sites: dict[str, Written] = {}
         self.refused = {**search.refused}
-        self.left: dict[str, str] = {}
+        self.left_alone: dict[str, str] = {}
         self._other: list[Origin] | None = None
-        short: dict[str, str] = {}
+        self._judge_frames()
+        self._judge_products_without_softmax()
         for frame in search.frames:
-            softmaxes = search.softmaxes[frame.begin[1] : frame.end[1]]
-            for one in softmaxes:
-                if one.owner is frame and one.plain and not one.terms:
-                    self.left.setdefault(one.place, "its softmax is of no product of two activations")
+            weighs = frame.softmaxes or (kernels_attend and frame.path in search.unseen)
+            if not weighs and looks_like_attention(frame.module):
+                self.left_alone.setdefault(frame.path, "it forms no softmax")
+        judged = {*self.sites, *self.refused}
+        self.left_alone = {path: why for path, why in self.left_alone.items() if path not in judged}
+
+    def _judge_frames(self) -> None:
+        one_key: dict[str, str] = {}
+        for frame in self.search.frames:
+            own = [one for one in frame.softmaxes if one.owner is frame]
+            for one in own:
+                if one.projected and not one.terms:
+                    self.left_alone.setdefault(one.place, "its softmax is of no product of two activations")
             try:
-                self._frame(frame, [one for one in softmaxes if one.owner is frame and one.terms])
+                self._judge_frame(frame, [one for one in own if one.terms])
             except _OneKey as error:
-                short.setdefault(frame.path, str(error))
+                one_key.setdefault(frame.path, str(error))
             except UnsupportedError as error:
                 self.refused.setdefault(frame.path, str(error))
-        self.refused = {path: why for path, why in short.items() if path not in self.sites} | self.refused
+        self.refused = {path: why for path, why in one_key.items() if path not in self.sites} | self.refused
         self.sites = {path: site for path, site in self.sites.items() if path not in self.refused}
-        lost = [one.owner.path for one in search.softmaxes if not one.terms and not one.plain]
-        for origin in search.products:
+
+    def _judge_products_without_softmax(self) -> None:
+        lost = [one.owner.path for one in self.search.softmaxes if not one.terms and not one.projected]
+        for origin in self.search.products:
             path = origin.frames[-1].path
-            if all(operand.features for operand in origin.operands or (UNKNOWN,)):
+            if origin.operands and all(operand.features for operand in origin.operands):
                 if not any(within(other, [path]) for other in lost):
-                    self.left.setdefault(path, "no softmax follows its products of two activations")
+                    self.left_alone.setdefault(path, "no softmax follows its products of two activations")
                 elif not origin.softmaxes:
                     self.refused.setdefault(path, "between its product and its softmax stands a compiled kernel")
-        for frame in search.frames:
-            weighs = frame.begin[1] != frame.end[1] or (kernels_attend and frame.path in search.unseen)
-            if not weighs and looks_like_attention(frame.module):
-                self.left.setdefault(frame.path, "it forms no softmax")
-        self.left = {path: why for path, why in self.left.items() if path not in {*self.sites, *self.refused}}
 
-    def _frame(self, frame: Frame, softmaxes: list[Softmax]) -> None:
-        """Judge one call of a module."""
+    def _judge_frame(self, frame: Frame, softmaxes: list[Softmax]) -> None:
+        """Judge one run of a module by its own softmaxes of products."""
         roles: dict[Origin, Product] = {}
         found: list[Written] = []
         for softmax in softmaxes:
@@ -76,46 +83,44 @@ class _Judge:
             if "by entries" in uses and not all(any(flow.origin.learned) for flow in softmax.terms):
                 uses.append("applied")
             if not {"applied", "kept"} & {*uses}:
-                self.left.setdefault(frame.path, "the softmax of its product is applied to no values")
+                self.left_alone.setdefault(frame.path, "the softmax of its product is applied to no values")
             elif self._is_over_channels(softmax):
-                self.left.setdefault(frame.path, "it attends over channels, and not over tokens")
+                self.left_alone.setdefault(frame.path, "it attends over channels, and not over tokens")
             else:
                 flow = self._content(softmax)
                 roles[flow.origin], one = self._role(softmax, flow)
                 found.append(replace(one, path=frame.path))
-        if not roles:
-            return
+        if roles:
+            site, known = self._site(frame, roles, found), self.sites.get(frame.path)
+            self.sites[frame.path] = site if known is None else known.join(site)
+
+    def _site(self, frame: Frame, roles: dict[Origin, Product], found: list[Written]) -> Written:
+        """Return the facts about one run of a module, from those `found` about each product of queries and keys."""
         if any(product.head is None for product in roles.values()):
             roles = {origin: replace(product, head=None) for origin, product in roles.items()}
             found = [replace(one, heads=1, kv_heads=1) for one in found]
         if not all(math.isclose(one.scale, found[0].scale) for one in found):
             raise UnsupportedError(f"'{frame.path}' forms products with two scales, and a site has one")
         facts = functools.reduce(Written.join, (replace(one, products=()) for one in found))
-        start, stop = frame.begin[0], frame.end[0]
-        products: list[Product | None] = [
-            roles.get(origin, None if origin.is_activation else Product(origin.equation))
-            for origin in self.search.products[start:stop]
+        products = [
+            roles.get(origin, None if origin.is_activation else Product(origin.equation)) for origin in frame.products
         ]
-        terms = [
-            tuple(
-                sorted(
-                    (flow.origin.number - start, flow.factor)
-                    for flow in softmax.terms
-                    if flow.origin.number >= 0 and (flow.origin in roles or not flow.origin.is_activation)
-                )
+        softmaxes = []
+        for softmax in frame.softmaxes:
+            terms = sorted(
+                (flow.origin.number - frame.first_product, flow.factor)
+                for flow in softmax.terms
+                if flow.origin.number >= 0 and (flow.origin in roles or not flow.origin.is_activation)
             )
-            for softmax in self.search.softmaxes[frame.begin[1] : frame.end[1]]
-        ]
-        dims = tuple(
-            from_last(one.origin.axis, len(one.shape)) for one in self.search.softmaxes[frame.begin[1] : frame.end[1]]
+            softmaxes.append(SoftmaxOf(tuple(terms), from_last(softmax.origin.axis, len(softmax.shape))))
+        count = _period(products, softmaxes)
+        return replace(
+            facts,
+            products=tuple(products[: len(products) // count]),
+            softmaxes=tuple(softmaxes[: len(softmaxes) // count]),
+            repeated=count > 1,
+            multiplied=any(origin.multiplied for origin in frame.products),
         )
-        count = _period(products, terms)
-        products, terms = products[: len(products) // count], terms[: len(terms) // count]
-        multiplied = any(origin.multiplied for origin in self.search.products[start:stop])
-        flags: dict[str, Any] = {"repeated": count > 1, "multiplied": multiplied}
-        site = replace(facts, products=tuple(products), softmaxes=tuple(terms), dims=dims[: len(terms)], **flags)
-        known = self.sites.get(frame.path)
-        self.sites[frame.path] = site if known is None else known.join(site)
 
     def _is_over_channels(self, softmax: Softmax) -> bool:
         """Return whether tokens are contracted and features attend, as in XCiT."""
@@ -209,7 +214,7 @@ class _Judge:
             head_dim=head_dim,
             causal=softmax.causal,
             cross=tokens != math.prod(k.sizes[s] for s in over),
-            layout=_layout(flow) if over == {*product.axes[3]} and not flow.shifted else None,
+            layout=_layout(flow) if over == {*product.axes.keys} and not flow.shifted else None,
             shifted=flow.shifted,
             note=norm_note(k.norm) or (KEPT if product.normed and factors[0] != 1 else ""),
             query=q.like,
@@ -243,14 +248,14 @@ def _make_scale(head_dim: int, *factors: float) -> bool:
     return math.isclose(math.prod(factors) * math.sqrt(head_dim), 1, rel_tol=1e-2)
 
 
-def _period(products: list[Any], softmaxes: list[Any]) -> int:
+def _period(products: list[Product | None], softmaxes: list[SoftmaxOf]) -> int:
     """Return how often a module repeats the same products and softmaxes in one forward."""
     for count in range(len(softmaxes), 1, -1):
         if len(products) % count or len(softmaxes) % count:
             continue
         n, m = len(products) // count, len(softmaxes) // count
-        shifted = [tuple((place - i // m * n, factor) for place, factor in x) for i, x in enumerate(softmaxes)]
-        if products == products[:n] * count and shifted == shifted[:m] * count:
+        first = [one.moved(-(i // m) * n) for i, one in enumerate(softmaxes)]  # as in the first round
+        if products == products[:n] * count and first == softmaxes[:m] * count:
             return count
     return 1
 
@@ -297,7 +302,7 @@ class Finding:
         self.written: dict[str, Written] = {p: m.found_attention for p, m in free.items() if isinstance(m, WrittenOut)}
         # Those of `taken` that did not run, in modules that call a function; such modules only lend projections.
         self.idle: list[str] = []
-        self.left: dict[str, str] = {}  # modules without a softmax of q·k over tokens, or not understood -> why
+        self.left_alone: dict[str, str] = {}  # modules without a softmax of q·k over tokens, or not understood -> why
         self.missed: dict[str, nn.Module] = {}  # others that are like attention by their class or by a softmax
 
     def run(self, example: Any, adapters: Iterable[Adapter] = (), *, allow_partial: bool = False) -> None:
@@ -324,16 +329,18 @@ class Finding:
         self.idle = [path for path in (*self.idle, *idle) if path not in ran]
         self.calls |= {path: call for path, call in search.calls.items() if path not in judge.refused}
         self.written |= judge.sites
-        self.left |= judge.left | judge.refused
+        self.left_alone |= judge.left_alone | judge.refused
         ours = self.ours()
         self.missed |= {path: self.modules[path] for path in judge.refused}
         self.missed = {path: module for path, module in self.missed.items() if not within(path, ours)}
         kinds = {host_class(self.modules[path]) for path in (*self.calls, *self.written)}
         weigh = {one.place for one in search.softmaxes if one.is_usual}
-        alike = {type(self.modules[x]) for x in judge.left} - {type(self.modules[x]) for x in (*ours, *judge.refused)}
+        alike = {type(self.modules[x]) for x in judge.left_alone} - {
+            type(self.modules[x]) for x in (*ours, *judge.refused)
+        }
         for path, module in self.modules.items():
             if type(module) in alike and path not in ran:
-                self.left.setdefault(path, "it did not run, and others of its class have no attention")
+                self.left_alone.setdefault(path, "it did not run, and others of its class have no attention")
             apart = not within(path, ours) and not any(within(other, [path]) for other in ours)
             if apart and (type(module) in kinds or path in weigh):
                 self.missed[path] = module

@@ -269,7 +269,7 @@ def inject(
     for owner in adapters if example is None else ():  # the caller gives none, so adapters are asked for their own
         known = finding.ours() if ran or adapter is None else finding.taken
         unknown = _unknown(model, adapters, by_design, known)
-        missed = [x for x, m in unknown.items() if type(m).__name__ not in by_design and x not in finding.left]
+        missed = [x for x, m in unknown.items() if type(m).__name__ not in by_design and x not in finding.left_alone]
         if known and not missed:
             break
         ran |= _run_own_example(finding, owner, adapters, missed, allow_partial=allow_partial)
@@ -297,7 +297,7 @@ def inject(
     said = ", ".join(map(str, configs))
     left = finding.missed | _unknown(model, adapters, by_design, [site.path for _, site in found])
     if not allow_partial:
-        unread = {path: left[path] for path in left if path not in finding.left}
+        unread = {path: left[path] for path in left if path not in finding.left_alone}
         _refuse_partial(said, chosen, by_design, unread, ran=example is not None and ran)
     for owner, site in chosen:
         require(owner, site, site.attention)
@@ -322,7 +322,7 @@ def inject(
         owner.connect(model, drafts)
     scaled = _projections_to_scale(chosen, made) if fresh else []
     rows = [_row(owner, site, one) for (owner, site), one in zip(chosen, made, strict=True)]
-    stays = {path: by_design.get(type(left[path]).__name__) or finding.left.get(path, "") for path in left}
+    stays = {path: by_design.get(type(left[path]).__name__) or finding.left_alone.get(path, "") for path in left}
     stays |= {site.path: "no attention was chosen for it" for site in kept}
     report = Report(said, tuple(rows), stays, bool(scaled))
     changed = {origin_of(x): type(x) for one in drafts.values() for x in one.modules() if is_draft(x)}
@@ -634,7 +634,7 @@ def _nothing_found(model: nn.Module, adapters: Iterable[Adapter], finding: Findi
     text = f"{type(model).__name__} has no attention that an adapter knows (tried: {tried})"
     if ran:
         text += ", and its run reached no call of scaled_dot_product_attention or its kin, and no softmax of q·k"
-        text += "".join(f"; '{path}': {why}" for path, why in list(finding.left.items())[:8])
+        text += "".join(f"; '{path}': {why}" for path, why in list(finding.left_alone.items())[:8])
     if any(isinstance(module, Mechanism) for module in model.modules()):
         return f"{text}; it has attention of quest_core, which is chosen where it is built: attention=..."
     if lookalikes:

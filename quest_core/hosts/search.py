@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
 
@@ -41,25 +41,27 @@ from .written import HIDDEN
 
 @dataclass(eq=False)
 class Frame:
-    """One call of a module."""
+    """One run of the forward of a module."""
 
     path: str
     module: nn.Module
     known: bool  # it is a part of attention that is known, and not looked into
-    begin: tuple[int, int]  # how many products and softmaxes there were before it
-    end: tuple[int, int] = (0, 0)  # and after it
+    first_product: int  # how many products there were before it
+    first_softmax: int  # and softmaxes
+    products: list[Origin] = field(default_factory=list)  # those in it, once it has ended
+    softmaxes: list[Softmax] = field(default_factory=list)
     calls: int = 0  # how often it called an attention function
 
 
 @dataclass(eq=False)
 class Softmax:
-    """One softmax: the flows of its logits, its result, and the call in which its products were formed too."""
+    """One softmax."""
 
-    terms: Flows
-    origin: Origin
-    owner: Frame
+    terms: Flows  # the products in its logits
+    origin: Origin  # that of its weights
+    owner: Frame  # the innermost one in which its products were formed too
     axes: dict[Origin, set[str]]  # the letters of each product along which the softmax sums
-    plain: bool  # whether its logits come from a projection, as far as they come from no product
+    projected: bool  # a projection is in its logits
     norms: set[Origin]  # whose norms were added to its logits
     shape: tuple[int, ...]
     causal: bool = False
@@ -92,7 +94,6 @@ class Operand:
 
 
 UNSEEN = "a function that PyTorch does not show, such as compiled code,"
-UNKNOWN = Operand({}, None, None, None)
 
 
 class _Tensors:
@@ -154,16 +155,18 @@ class Search(Following):
             self.made.add((inputs, named))
         path = self.paths[module]
         known = path in self.known or isinstance(module, Mechanism) or bool(self.running and self.running[-1].known)
-        frame = Frame(path, module, known, (len(self.products), len(self.softmaxes)))
+        frame = Frame(path, module, known, len(self.products), len(self.softmaxes))
         self.running.append(frame)
         self.frames.append(frame)
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._use(output)
+        self._note_unseen_makers(output)
         self.made.add(output)
-        self.running.pop().end = len(self.products), len(self.softmaxes)
+        frame = self.running.pop()
+        frame.products = self.products[frame.first_product :]
+        frame.softmaxes = self.softmaxes[frame.first_softmax :]
 
-    def _use(self, values: Any) -> None:
+    def _note_unseen_makers(self, values: Any) -> None:
         """Note the running modules if no function of PyTorch that was seen made one of some tensors."""
         for x in tensors((values,)):
             if x.is_floating_point() and x not in self.made:
@@ -177,9 +180,10 @@ class Search(Following):
         kwargs = kwargs or {}
         if not self.running or is_compiling():
             return func(*args, **kwargs)
-        self._use((*args, *kwargs.values()))
-        if func in ATTENTION_FUNCTIONS and not self.running[-1].known:
-            self._call(func, args, kwargs)
+        self._note_unseen_makers((*args, *kwargs.values()))
+        known = self.running[-1].known
+        if func in ATTENTION_FUNCTIONS and not known:
+            self._on_call(func, args, kwargs)
         lost = any(x in self.lost for x in tensors((*args, *kwargs.values())))
         out = func(*args, **kwargs)
         self.made.add(out)
@@ -187,30 +191,33 @@ class Search(Following):
             self.lost.add(out)
         if type(func).__module__ == "torch._ops":  # an operator of the host or of its kernels
             self._note_unseen()
-        if self.running[-1].known:
-            return out
+        if not known:
+            self._on_result(func, args, kwargs, out)
+        return out
+
+    def _on_result(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Note a product or a softmax, or follow another function."""
         name = name_of(func)
         if name in PRODUCTS and is_counted(name, args):
-            self._product(name, args, kwargs, out)
+            self._on_product(name, args, kwargs, out)
         elif name == SOFTMAX:
-            self._softmax(args, kwargs, out)
+            self._on_softmax(args, kwargs, out)
         elif isinstance(out, Tensor) and (
             name in OTHER_PRODUCTS or (name in (*PRODUCTS, "linear") and self._are_projected([*tensors(args)][:2]))
         ):
-            if not self._apply_all(args):
-                self.new(out, Origin("product", frames=tuple(self.running)), odd=name)
+            if not self._applies_weights(args):
+                self.begin(out, Origin("product", frames=tuple(self.running)), odd=name)
         else:
             self.follow(name, func, args, kwargs, out)
             if name in SCALES and isinstance(out, Tensor):
-                self._by_entries(args, out)
+                self._on_entrywise(args, out)
             elif name in ("sum", "nansum", "mean"):
-                self._sum(args, kwargs, out)
+                self._on_sum(args, kwargs, out)
             elif name in MOVES | KEEPS and any(x in self.entrywise for x in tensors(args)):
                 self.entrywise.add(out)
-        return out
 
-    def new(self, x: Tensor, origin: Origin, factor: float = 1.0, odd: str | None = None, also: Flows = ()) -> None:
-        """Begin at `x`, the result of `origin`, which was made from `also` besides."""
+    def begin(self, x: Tensor, origin: Origin, factor: float = 1.0, odd: str | None = None, also: Flows = ()) -> None:
+        """Begin to follow `x`, the result of `origin`; it also has the flows `also`."""
         places = None
         if origin.kind != "parameter" and not x.is_nested:
             places = torch.arange(1, x.numel() + 1, dtype=torch.int32).view(x.shape)
@@ -218,19 +225,19 @@ class Search(Following):
         self.note(x, (Flow(origin, factor, odd, places, tuple(self.running)), *also))
 
     def follow(self, name: str, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        """Follow as a run does, and begin at projections, and at what is made from parameters only."""
+        """Follow as a run does; begin at projections, and at tensors that are made from parameters only."""
         given = entries_from(name, args, kwargs)
         if name in PROJECTIONS:
-            self._project(name, given, out)
+            self._on_projection(name, given, out)
             return
         super().follow(name, func, args, kwargs, out)
         floating = [x for x in given if x.is_floating_point()]
         if floating and all(map(is_learned, floating)):
             for result in tensors((args[0] if name == "setitem" else out,)):
                 if not self.flows(result):
-                    self.new(result, Origin("parameter"))
+                    self.begin(result, Origin("parameter"))
 
-    def _project(self, name: str, given: list[Tensor], out: Tensor) -> None:
+    def _on_projection(self, name: str, given: list[Tensor], out: Tensor) -> None:
         """Begin at a linear layer or convolution, and remember which logits or weights it mixes."""
         flows = [flow for x in given for flow in self.flows(x)]
         axis, kept = PROJECTIONS[name] % out.dim(), list[Flow]()
@@ -239,7 +246,7 @@ class Search(Following):
                 flow.origin.uses.append("applied")  # weights that are read as features, as a coverage is
             else:
                 kept.append(flow._replace(places=flow.places.narrow(axis, 0, 1)).widened(out.shape))
-        self.new(out, Origin("plain", axis=axis, mixes=counted(flows)), also=tuple(kept))
+        self.begin(out, Origin("plain", axis=axis, mixes=counted(flows)), also=tuple(kept))
 
     def _is_mask(self, x: Any) -> bool:
         """Return whether a tensor holds only zeros and ones, as a mask does, and no logits.
@@ -254,7 +261,7 @@ class Search(Following):
             return False
         return bool(((x == 0) | (x == 1)).all()) and (x.shape[-1:] > (1,) or bool((x == 0).any()))
 
-    def _call(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _on_call(self, func: Any, args: Any, kwargs: Any) -> None:
         """Note a call of an attention function, or why the module that makes it cannot be changed."""
         given = dict(zip(("query", "key"), args, strict=False)) | kwargs
         frame = self._frames_with_factors(given["query"], given["key"])[-1]
@@ -290,17 +297,17 @@ class Search(Following):
                 frames = tuple(a for a, b in zip(frames, flow.frames, strict=False) if a is b) or frames[:1]
         return frames
 
-    def _by_entries(self, args: Any, out: Tensor) -> None:
+    def _on_entrywise(self, args: Any, out: Tensor) -> None:
         """Remember a product by entries of two activations: queries times keys, or weights times values."""
         pair = [x for x in args if isinstance(x, Tensor) and x.numel() > 1 and not self.is_parameter(x)]
         two = len(pair) == 2 and pair[0] is not pair[1]
         for x in pair if two else ():
             if x.numel() < out.numel():
-                self._note_weights(x)
+                self._refuse_by_hand(x)
         if any(x in self.entrywise for x in pair) or (two and self._are_projected(pair)):
             self.entrywise.add(out)
 
-    def _sum(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _on_sum(self, args: Any, kwargs: Any, out: Tensor) -> None:
         """Begin at a sum over the features of a product by entries."""
         x: Tensor = args[0] if args else kwargs["input"]
         if x not in self.entrywise:
@@ -310,37 +317,37 @@ class Search(Following):
         dims = {dim % max(x.dim(), 1) for dim in given}
         if any(f.places is None or dims & (f.along or set()) for f in self.flows(x)):
             origin = Origin("product", frames=tuple(self.running))
-            self.new(out, origin, odd="a sum of products by entries", also=self.flows(out))
+            self.begin(out, origin, odd="a sum of products by entries", also=self.flows(out))
 
     def _are_projected(self, pair: Sequence[Tensor]) -> bool:
         """Return whether all of some tensors come from projections."""
         return all(any(flow.origin.axis is not None for flow in self.flows(x)) for x in pair)
 
-    def _note_weights(self, weights: Tensor) -> None:
+    def _refuse_by_hand(self, weights: Tensor) -> None:
         """Refuse the module whose weights of some values were made by a function of `BY_HAND`."""
         for flow in self.flows(weights):
             if flow.origin.is_logits and flow.odd in BY_HAND:
                 self.refused.setdefault(flow.origin.frames[-1].path, f"it spells its softmax by {flow.odd}")
 
-    def _product(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _on_product(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
         origin = Origin("product", len(self.products), frames=tuple(self.running))
         self.products.append(origin)
         parts = operands(name, args, kwargs)
         if parts is None:
-            self.new(out, origin, odd=f"{name} of more than two tensors")
+            self.begin(out, origin, odd=f"{name} of more than two tensors")
             return
         head, a, b, rest = parts
         pair, letters = (a, b), equation(name, head, a, b)
         origin.equation = letters or origin.equation
         if in_autograd_function():
-            self.new(out, origin, odd="an autograd.Function with a derivative of its own")
+            self.begin(out, origin, odd="an autograd.Function with a derivative of its own")
             return
         origin.learned = tuple(self.is_parameter(x) for x in pair)
-        applied, kept = self._apply(pair, letters, origin.learned, out)
-        if all(origin.learned) or (applied and not any(origin.learned)):
+        applied, kept = self._note_uses(pair, letters, origin.learned, out)
+        if all(origin.learned) or (applied and not any(origin.learned)):  # of parameters only, or of weights and values
             origin.kind, origin.learned = "plain", ()
         if not letters or len(contracted(letters)) != 1:
-            self.new(out, origin, odd=None if origin.is_activation else f"{name} over {letters or 'vectors'}")
+            self.begin(out, origin, odd=None if origin.is_activation else f"{name} over {letters or 'vectors'}")
             return
         if any(origin.learned):  # a projection, whose features are those of the parameter
             parameter, other = letters[origin.learned.index(True)], letters[origin.learned.index(False)]
@@ -350,7 +357,7 @@ class Search(Following):
         origin.frames = self._frames_with_factors(*pair)
         if origin.kind == "product":
             origin.operands = tuple(self._operand(x, s, letters) for x, s in zip(pair, letters, strict=False))
-        self.new(out, origin, alpha(rest), also=(*self.addends(head, rest), *kept))
+        self.begin(out, origin, alpha(rest), also=(*self.addends(head, rest), *kept))
 
     def _operand(self, x: Tensor, own: str, letters: tuple[str, str, str]) -> Operand:
         flow = next((flow for flow in self.flows(x) if flow.origin.is_activation), None)
@@ -370,7 +377,7 @@ class Search(Following):
         seen = (values.sum().item(), (values * torch.linspace(1, 2, len(values)).to(values)).sum().item())
         return Operand(sizes, features, factor, norm, seen, **more)
 
-    def _apply(
+    def _note_uses(
         self, pair: Any, letters: tuple[str, str, str] | None, learned: Sequence[bool], out: Tensor
     ) -> tuple[bool, list[Flow]]:
         """Note on the weights that a product applies to values how it uses them.
@@ -381,7 +388,7 @@ class Search(Following):
         found, kept = False, list[Flow]()
         for i, x in enumerate(pair):
             if not learned[1 - i]:
-                self._note_weights(x)
+                self._refuse_by_hand(x)
             for flow in self.flows(x):
                 if flow.origin.kind != "softmax":
                     continue
@@ -395,12 +402,24 @@ class Search(Following):
                     flow.origin.uses.append(use)
         return found, kept
 
-    def _apply_all(self, args: Any) -> bool:
+    def _applies_weights(self, args: Any) -> bool:
         """Note that a product of another kind applies weights to values; return whether there are any."""
         found = [f.origin for x in tensors(args) for f in self.flows(x) if f.origin.kind == "softmax"]
         for origin in found:
             origin.uses.append("applied")
         return bool(found)
+
+    def _terms(self, logits: Tensor) -> tuple[Flows, Frame]:
+        """Return the products in the logits of a softmax, and the module to which these belong.
+
+        Logits of earlier modules, which are sites too, may be added to those of this one. They have a softmax already.
+        """
+        terms = tuple(flow for flow in self.flows(logits) if flow.origin.kind == "product" or flow.origin.mixes)
+        own = tuple(flow for flow in terms if not flow.origin.softmaxes)
+        owner = self._owner(own)
+        if own and not any(owner in flow.origin.frames for flow in terms if flow not in own):
+            return own, owner
+        return terms, self._owner(terms)
 
     def _owner(self, terms: Flows) -> Frame:
         """Return the innermost running module in which all products of some logits were formed."""
@@ -412,22 +431,14 @@ class Search(Following):
         ]
         return around[-1] if around else self.running[0]
 
-    def _softmax(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _on_softmax(self, args: Any, kwargs: Any, out: Tensor) -> None:
         logits = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        terms = tuple(flow for flow in self.flows(logits) if flow.origin.kind == "product" or flow.origin.mixes)
+        terms, owner = self._terms(logits)
         origin = Origin("softmax", axis=from_last(dim, out.dim()) % max(out.dim(), 1))
-        own = tuple(flow for flow in terms if not flow.origin.softmaxes)
-        owner = self._owner(own)
-        if any(owner in flow.origin.frames for flow in terms if flow not in own):
-            own = ()
-        if own:  # logits of earlier modules, which are sites too, are added to those of this one
-            terms = own
-        else:
-            owner = self._owner(terms)
-        plain = any(flow.origin.axis is not None for flow in self.flows(logits))
+        projected = any(flow.origin.axis is not None for flow in self.flows(logits))
         norms = {flow.origin for flow in self.flows(logits) if flow.odd in NORMS and flow.origin.is_activation}
-        made = Softmax(terms, origin, owner, {}, plain, norms, tuple(out.shape))
+        made = Softmax(terms, origin, owner, {}, projected, norms, tuple(out.shape))
         self.softmaxes.append(made)
         if not terms:
             return
@@ -441,7 +452,7 @@ class Search(Following):
             n, m = out.shape[-2:]
             future = torch.ones(n, m, dtype=torch.bool, device=out.device).triu(m - n + 1)
             made.causal = bool(future.any()) and bool(((logits <= HIDDEN) | ~future).all())
-        self.new(out, origin)
+        self.begin(out, origin)
 
 
 def _mixed(flow: Flow, own: str, result: str, out: Tensor) -> Flow:
@@ -458,6 +469,7 @@ def _mixed(flow: Flow, own: str, result: str, out: Tensor) -> Flow:
 
 
 def contracted(letters: tuple[str, str, str]) -> list[str]:
+    """Return the letters of the axes over which a product sums, such as d of nd, dm, nm."""
     return [s for s in letters[0] if s in letters[1] and s not in letters[2]]
 
 

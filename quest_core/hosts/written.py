@@ -29,6 +29,16 @@ from .universal import ATTENTION_FUNCTIONS
 HIDDEN = -5e3  # a logit at or below it is hidden, for normalizers that count what a row sees
 
 
+class Axes(NamedTuple):
+    """The letters of the axes of q and k, by role; "" for no axis, and several letters for several axes."""
+
+    batch: str
+    heads: str
+    queries: str
+    keys: str
+    features: str
+
+
 class _Turn(NamedTuple):
     """How the axes of an operand are turned to batch, heads, tokens, features, and back; None if they are so."""
 
@@ -37,18 +47,19 @@ class _Turn(NamedTuple):
     lacks_heads: bool  # one key head for all query heads
 
     @classmethod
-    def of(cls, letters: str, axes: tuple[str, ...]) -> _Turn:
-        order = "".join(s for s in "".join(axes) if s in letters)
-        pairs = () if order == letters else ((order, letters), (letters, order))
-        there, back = (tuple(y.index(s) for s in x) for x, y in pairs) if pairs else (None, None)
-        return cls(there, back, axes[1] not in letters)
+    def of(cls, letters: str, axes: Axes) -> _Turn:
+        order = "".join(letter for letter in "".join(axes) if letter in letters)
+        lacks_heads = axes.heads not in letters
+        if order == letters:
+            return cls(None, None, lacks_heads)
+        return cls(tuple(map(letters.index, order)), tuple(map(order.index, letters)), lacks_heads)
 
-    def orient(self, x: Tensor) -> Tensor:
+    def turn(self, x: Tensor) -> Tensor:
         """Return an operand as a mechanism takes it."""
         x = x if self.there is None else x.permute(self.there)
         return x.unsqueeze(1) if self.lacks_heads else x
 
-    def host(self, x: Tensor) -> Tensor:
+    def turn_back(self, x: Tensor) -> Tensor:
         """Return an operand as the host takes it."""
         x = x.squeeze(1) if self.lacks_heads else x
         return x if self.back is None else x.permute(self.back)
@@ -56,7 +67,13 @@ class _Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Product:
-    """A product of two activations in a module's forward. The last three fields are empty if `query` is None."""
+    """A product of two activations in a module's forward.
+
+    The last three fields follow from the others, and are empty if `query` is None:
+
+        einsum("bhnd,bhmd->bhnm", q, k)  query 0, axes b h n m d, q and k as they are
+        einsum("bmhd,bnhd->bhmn", k, q)  query 1, axes b h n m d, q and k turned by (0, 2, 1, 3)
+    """
 
     equation: tuple[str, str, str]  # letters of the axes of both operands and of the result
     query: int | None = None  # which operand is q, 0 or 1; None for a product that stays as it is
@@ -64,8 +81,7 @@ class Product:
     normed: bool = False  # the host normalizes q, so that its factor on q is a part of q and stays
     head: str | None = None  # the letter of the axis of heads, if it is known
     roles: tuple[int, ...] = field(init=False, compare=False, default=())  # the places of q and k
-    # The letters of batch, heads, queries, keys and features.
-    axes: tuple[str, ...] = field(init=False, compare=False, default=())
+    axes: Axes = field(init=False, compare=False, default=Axes("", "", "", "", ""))
     turns: tuple[_Turn, ...] = field(init=False, compare=False, default=())  # how q and k are turned
 
     def __post_init__(self) -> None:
@@ -73,10 +89,13 @@ class Product:
             return
         roles = self.query, 1 - self.query
         q, k, result = (self.equation[place] for place in (*roles, 2))
-        own = [s for s in result if s in q and s != self.head]
-        batch, queries = ("".join(s for s in own if (s in k) is shared) for shared in (True, False))
-        keys, features = ("".join(s for s in x if s not in y) for x, y in ((result, q), (q, result)))
-        axes = batch, self.head or "", queries, keys, features
+        axes = Axes(
+            batch="".join(s for s in result if s in q and s in k and s != self.head),
+            heads=self.head or "",
+            queries="".join(s for s in result if s in q and s not in k and s != self.head),
+            keys="".join(s for s in result if s not in q),
+            features="".join(s for s in q if s not in result),
+        )
         object.__setattr__(self, "roles", roles)
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "turns", tuple(_Turn.of(letters, axes) for letters in (q, k)))
@@ -87,14 +106,23 @@ class Product:
         return (1.0, *self.factors[1:]) if self.normed else self.factors
 
 
+class SoftmaxOf(NamedTuple):
+    """A softmax in a module's forward."""
+
+    terms: tuple[tuple[int, float], ...]  # places in `Written.products` of those in its logits, and their factors
+    dim: int  # its axis, counted from the last, -1
+
+    def moved(self, by: int) -> SoftmaxOf:
+        """Return the softmax of the products that stand `by` places later."""
+        return self._replace(terms=tuple((place + by, factor) for place, factor in self.terms))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Written(Found):
     """The products and softmaxes of one module's forward, which repeats them any number of times."""
 
     products: tuple[Product | None, ...]  # in order; None for those of weights with values, or with parameters
-    # In order, each with the places of its products and their factors; () for others.
-    softmaxes: tuple[tuple[tuple[int, float], ...], ...] = ()
-    dims: tuple[int, ...] = ()  # of the softmaxes, counted from the last axis
+    softmaxes: tuple[SoftmaxOf, ...] = ()  # in order
     multiplied: bool = False  # some logits were multiplied by a tensor of zeros and ones, as by a mask
     # The letters of the product in the order in which all logits hold its entries; None if they hold others, or if
     # their softmax is not over all keys.
@@ -140,7 +168,7 @@ class Written(Found):
                 return f"'{part.name}' must know the axis of heads, which the example does not show"
             if part.learnable and (self.repeated or len(self.sites) > 1):
                 return f"one forward forms more than one product, and '{part.name}' keeps something for each"
-            if "queries" in part.reads and any(p.head is None and len(p.axes[2]) > 1 for p in self.sites):
+            if "queries" in part.reads and any(p.head is None and len(p.axes.queries) > 1 for p in self.sites):
                 return f"'{part.name}' must know which axis is that of heads, and two could be those of the queries"
             if part.axis == "normalizer" and not part.fused and self.layout is None:
                 return f"'{part.name}' needs logits of queries and keys only, [..., N, M]"
@@ -162,17 +190,26 @@ class WrittenOut(FoundSite):
         return None if self.untouched and self.mechanism.monitor is None else _Preparing(self)
 
 
+class _Formed(NamedTuple):
+    """A product of queries and keys, kept until its softmax."""
+
+    product: Product
+    q: Tensor  # batch, heads, tokens, features; with the factors of the host
+    k: Tensor
+    shape: tuple[int, ...]  # of the result
+
+
 class _Preparing(Comparing):
     """Prepares the operands of a site's products; in eager code it also compares the way to the softmax."""
 
     def __init__(self, site: WrittenOut) -> None:
         super().__init__(site)
         self.known = site.found_attention
-        self.number = self.softmaxes = 0  # of products and softmaxes so far
+        self.products = self.softmaxes = 0  # how many were formed so far
         self.mechanism = mechanism = site.mechanism
-        self.keeps = not mechanism.fused or mechanism.monitor is not None  # products until their softmax
+        self.keeps = not mechanism.fused or mechanism.monitor is not None  # whether the softmax needs `formed`
         self.rounded = False  # an operand has a half type
-        self.formed: dict[int, tuple[Tensor, Tensor, tuple[int, ...]]] = {}  # product -> q, k and its shape
+        self.formed: dict[int, _Formed] = {}  # by the number of products before it
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -190,16 +227,17 @@ class _Preparing(Comparing):
 
     def finish(self) -> None:
         """Raise UnsupportedError unless all products and softmaxes of the example took place."""
-        rounds, rest = divmod(self.number, len(self.known.products))
+        rounds, rest = divmod(self.products, len(self.known.products))
         if rounds == 0 or rest or self.softmaxes != rounds * len(self.known.softmaxes):
             self.refuse(
-                f"formed {self.number} products and {self.softmaxes} softmaxes, and the example had "
+                f"formed {self.products} products and {self.softmaxes} softmaxes, and the example had "
                 f"{len(self.known.products)} and {len(self.known.softmaxes)}"
             )
 
     def _multiply(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        place = self.number % len(self.known.products)
-        self.number += 1
+        number = self.products
+        place = number % len(self.known.products)
+        self.products += 1
         product = self.known.products[place]
         parts = None if product is None else operands(name, args, kwargs)
         if product is None or parts is None:
@@ -212,7 +250,7 @@ class _Preparing(Comparing):
         if product.query is None:
             out = func(*args, **kwargs)
         else:
-            q, k = (turn.orient(pair[role]) for turn, role in zip(product.turns, product.roles, strict=True))
+            q, k = (turn.turn(pair[role]) for turn, role in zip(product.turns, product.roles, strict=True))
             if self.eager:
                 self.rounded |= pair[0].element_size() < 4
                 self.compare_factors((pair[role] for role in product.roles), product.factors)
@@ -220,7 +258,7 @@ class _Preparing(Comparing):
                 pair = self._prepare(product, q, k)
             out = func(*head, *pair, **rest)
             if self.keeps:
-                self.formed[self.number - 1] = q, k, out.shape
+                self.formed[number] = _Formed(product, q, k, out.shape)
         if self.eager:
             self.note(out, (Flow(Origin("product", place), alpha(rest)), *self.addends(head, rest)))
         return out
@@ -233,75 +271,79 @@ class _Preparing(Comparing):
             factors = (1.0, *factors[1:])
         q, k, scale = score(*without((q, k), factors), k, mask=None, is_causal=False)
         scale = scale / product.factors[2] / product.undone[0] * factors[0]
-        made = [product.turns[0].host(q if scale == 1 else q * scale), product.turns[1].host(k)]
+        made = [product.turns[0].turn_back(q if scale == 1 else q * scale), product.turns[1].turn_back(k)]
         return made if product.query == 0 else made[::-1]
 
     def _weigh(self, func: Any, args: Any, kwargs: Any) -> Any:
-        logits = args[0] if args else kwargs["input"]
-        place = self.softmaxes % len(self.known.softmaxes)
-        known, dim = self.known.softmaxes[place], kwargs.get("dim", args[1] if len(args) > 1 else None)
+        logits, dim = args[0] if args else kwargs["input"], kwargs.get("dim", args[1] if len(args) > 1 else None)
+        dim = from_last(dim, logits.dim())
+        rounds, place = divmod(self.softmaxes, len(self.known.softmaxes))
+        known = self.known.softmaxes[place]
         self.softmaxes += 1
         if self.eager:
-            if known and (over := from_last(dim, logits.dim())) != self.known.dims[place]:
-                self.refuse(f"takes a softmax over axis {over}, and in the example over {self.known.dims[place]}")
-            flows = [(f.origin.number, f.factor, f.odd) for f in self.flows(logits) if f.origin.kind == "product"]
-            flows.sort(key=lambda flow: flow[:2])
-            products = [self.known.products[place] for place, _ in known]
-            attends = any(product is not None and product.query is not None for product in products)
-            if attends and (odd := [odd for *_, odd in flows if odd]):
-                self.refuse(f"takes its logits through {odd[0]} before the softmax")
-            same = [
-                a[0] == b[0] and same_factor(a[1], b[1], rounded=self.rounded)
-                for a, b in zip(flows, known, strict=False)
-            ]
-            if len(flows) != len(known) or not all(same):
-                found = tuple(flow[:2] for flow in flows)
-                self.refuse(f"takes a softmax of the products and factors {found}, and in the example of {known}")
-        content = self._content(known) if self.keeps else None
-        if content is None:
+            self._compare(known, logits, dim)
+        formed = self._take(known, rounds) if self.keeps else None
+        if formed is None:
             return func(*args, **kwargs)
-        place = 3 if func is F.softmax else 2
-        dtype, out = args[place] if len(args) > place else kwargs.get("dtype"), kwargs.get("out")
-        mechanism, (product, q, k, shape), planes = self.mechanism, content, None
+        mechanism, planes = self.mechanism, None
         if self.known.layout is not None:
-            if self.eager and logits.numel() != math.prod(shape):
+            if self.eager and logits.numel() != math.prod(formed.shape):
                 self.refuse("takes a softmax of more than its product")
-            planes = _Planes(logits, product, self.known.layout, shape)
+            planes = _Planes(logits, formed.product, self.known.layout, formed.shape)
         if mechanism.monitor is not None and not is_compiling():
-            self._show(q, k, logits, planes, product, from_last(dim, logits.dim()))
+            self._show(formed, logits, planes, dim)
         if mechanism.fused:
             return func(*args, **kwargs)
         assert planes is not None
         refuse_one_token(mechanism.config, *logits.shape[-2:])
+        third = 3 if func is F.softmax else 2
+        dtype, out = args[third] if len(args) > third else kwargs.get("dtype"), kwargs.get("out")
         z = planes.of(logits.to(dtype or logits.dtype))
         mask = z > HIDDEN
         mechanism.refuse_future(mask)
         weights = planes.back(mechanism.normalizer.weights(z.masked_fill(~mask, 0), mask))
         return weights if out is None else out.copy_(weights)
 
-    def _content(self, known: tuple[tuple[int, float], ...]) -> tuple[Product, Tensor, Tensor, tuple[int, ...]] | None:
-        """Return the product of q and k under the softmax, its q and k and its shape; None for other softmaxes."""
-        start = (self.softmaxes - 1) // len(self.known.softmaxes) * len(self.known.products)
-        for place, _ in known:
-            product = self.known.products[place]
-            if product is not None and product.query is not None and start + place in self.formed:
-                return (product, *self.formed.pop(start + place))
+    def _compare(self, known: SoftmaxOf, logits: Tensor, dim: int) -> None:
+        """Raise UnsupportedError if a softmax is another one than in the example."""
+        if known.terms and dim != known.dim:
+            self.refuse(f"takes a softmax over axis {dim}, and in the example over {known.dim}")
+        flows = [(f.origin.number, f.factor, f.odd) for f in self.flows(logits) if f.origin.kind == "product"]
+        flows.sort(key=lambda flow: flow[:2])
+        products = [self.known.products[place] for place, _ in known.terms]
+        attends = any(product is not None and product.query is not None for product in products)
+        if attends and (odd := [odd for *_, odd in flows if odd]):
+            self.refuse(f"takes its logits through {odd[0]} before the softmax")
+        same = [
+            a[0] == b[0] and same_factor(a[1], b[1], rounded=self.rounded)
+            for a, b in zip(flows, known.terms, strict=False)
+        ]
+        if len(flows) != len(known.terms) or not all(same):
+            found = tuple(flow[:2] for flow in flows)
+            self.refuse(f"takes a softmax of the products and factors {found}, and in the example of {known.terms}")
+
+    def _take(self, known: SoftmaxOf, rounds: int) -> _Formed | None:
+        """Return the product of q and k under a softmax, after some whole `rounds`; None for other softmaxes."""
+        start = rounds * len(self.known.products)
+        for place, _ in known.terms:
+            if start + place in self.formed:
+                return self.formed.pop(start + place)
         return None
 
-    def _show(self, q: Tensor, k: Tensor, logits: Tensor, planes: _Planes | None, product: Product, dim: int) -> None:
-        """Hand q, k and the logits of a softmax to the Monitor."""
+    def _show(self, formed: _Formed, logits: Tensor, planes: _Planes | None, dim: int) -> None:
+        """Hand q, k and the logits of a softmax over `dim` to the Monitor."""
         if self.known.shifted:
             for layer in self.mechanism.monitor:
                 layer.miss(f"'{self.known.path}' subtracts a number from the logits of each row before the softmax")
             return
-        q, k = without((q, k), product.undone)
+        q, k = without((formed.q, formed.k), formed.product.undone)
         if planes is None:
             logits = logits.movedim(dim, -1)
             q, k, z = (x.reshape(1, 1, -1, x.shape[-1]) for x in (q, k, logits))
         else:
             z = planes.of(logits)
-            if product.head is None:
-                count = len(product.axes[0])
+            if formed.product.head is None:
+                count = len(formed.product.axes.batch)
                 q, k = (x.reshape(math.prod(x.shape[:count]), 1, -1, x.shape[-1]) for x in (q, k))
         for layer in self.mechanism.monitor:
             layer.saw_logits(q, k, z, None if planes is None else z > HIDDEN)
@@ -312,18 +354,17 @@ class _Planes:
 
     def __init__(self, logits: Tensor, product: Product, layout: str, shape: tuple[int, ...]) -> None:
         sizes = dict(zip(product.equation[2], shape, strict=True))
-        groups = product.axes[:4]
-        letters = "".join(groups)
-        self.host, self.layout = logits.shape, [sizes[s] for s in layout]
-        self.there = [layout.index(s) for s in letters]
-        self.back_again = [letters.index(s) for s in layout]
-        self.split = [sizes[s] for s in letters]
-        self.shape = [math.prod(sizes[s] for s in group) for group in groups]
+        roles = product.axes[:4]  # batch, heads, queries, keys
+        letters = "".join(roles)
+        self.host_shape, self.by_layout = logits.shape, [sizes[s] for s in layout]
+        self.by_role = [sizes[s] for s in letters]
+        self.to_roles, self.to_layout = [layout.index(s) for s in letters], [letters.index(s) for s in layout]
+        self.shape = [math.prod(sizes[s] for s in role) for role in roles]
 
     def of(self, logits: Tensor) -> Tensor:
         """Return logits as [B, H, N, M]."""
-        return logits.reshape(self.layout).permute(self.there).reshape(self.shape)
+        return logits.reshape(self.by_layout).permute(self.to_roles).reshape(self.shape)
 
     def back(self, weights: Tensor) -> Tensor:
         """Return weights [B, H, N, M] in the layout of the host."""
-        return weights.reshape(self.split).permute(self.back_again).reshape(self.host)
+        return weights.reshape(self.by_role).permute(self.to_layout).reshape(self.host_shape)
