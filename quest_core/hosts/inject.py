@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import MethodType
@@ -263,42 +263,24 @@ def inject(
     found = _choose_sites(model, adapters)
     finding = Finding(model, [site.path for _, site in found])
     by_design = {kind: why for owner in adapters for kind, why in owner.leaves_alone.items()}
-    ran = example is not None and example is not False
-    if ran:
-        finding.run(example, adapters, allow_partial=allow_partial)
-    for owner in adapters if example is None else ():  # the caller gives none, so adapters are asked for their own
-        known = finding.ours() if ran or adapter is None else finding.taken
-        unknown = _unknown(model, adapters, by_design, known)
-        missed = [x for x, m in unknown.items() if type(m).__name__ not in by_design and x not in finding.left_alone]
-        if known and not missed:
-            break
-        ran |= _run_own_example(finding, owner, adapters, missed, allow_partial=allow_partial)
+    if example is None:
+        ran = _run_own_examples(finding, adapters, by_design, named=adapter is not None, allow_partial=allow_partial)
+    else:
+        ran = example is not False
+        if ran:
+            finding.run(example, adapters, allow_partial=allow_partial)
     found = [(owner, site) for owner, site in found if site.path not in finding.idle]
     if ran or adapter is None:
         found += finding.sites()
     if not found:
         raise InjectionError(_nothing_found(model, adapters, finding, ran=ran))
-    chosen: list[tuple[Adapter, Site]] = []
-    kept: list[Site] = []
-    for owner, site in found:
-        site = replace(site, fresh=fresh)
-        config = choose(site)
-        if config is None:
-            kept.append(site)
-        else:
-            chosen.append((owner, replace(site, attention=config)))
-    if not chosen:
-        raise InjectionError(f"no attention was chosen for any of {', '.join(repr(site.path) for site in kept)}")
-    if held := [site.path for site in kept if any(isinstance(part, Mechanism) for part in site.module.modules())]:
-        raise InjectionError(
-            f"no attention was chosen for '{held[0]}', which has one of quest_core; choose that again, or call uninject"
-        )
+    chosen, kept = _choose(found, choose, fresh=fresh)
     configs = sorted({site.attention for _, site in chosen}, key=str)
     said = ", ".join(map(str, configs))
-    left = finding.missed | _unknown(model, adapters, by_design, [site.path for _, site in found])
+    unreplaced = finding.missed | _unknown(model, adapters, by_design, [site.path for _, site in found])
     if not allow_partial:
-        unread = {path: left[path] for path in left if path not in finding.left_alone}
-        _refuse_partial(said, chosen, by_design, unread, ran=example is not None and ran)
+        unexplained = {path: module for path, module in unreplaced.items() if path not in finding.left_alone}
+        _refuse_partial(said, chosen, by_design, unexplained, ran=example is not None and ran)
     for owner, site in chosen:
         require(owner, site, site.attention)
     for config in configs:
@@ -322,9 +304,12 @@ def inject(
         owner.connect(model, drafts)
     scaled = _projections_to_scale(chosen, made) if fresh else []
     rows = [_row(owner, site, one) for (owner, site), one in zip(chosen, made, strict=True)]
-    stays = {path: by_design.get(type(left[path]).__name__) or finding.left_alone.get(path, "") for path in left}
-    stays |= {site.path: "no attention was chosen for it" for site in kept}
-    report = Report(said, tuple(rows), stays, bool(scaled))
+    left_alone = {
+        path: by_design.get(type(module).__name__) or finding.left_alone.get(path, "")
+        for path, module in unreplaced.items()
+    }
+    left_alone |= {site.path: "no attention was chosen for it" for site in kept}
+    report = Report(said, tuple(rows), left_alone, bool(scaled))
     changed = {origin_of(x): type(x) for one in drafts.values() for x in one.modules() if is_draft(x)}
     _refuse_kept_methods(model, changed)
     trained = None if attention_from is None else AttentionConfig.parse(attention_from)
@@ -363,6 +348,28 @@ def _chooser(
         config = parse(attention)  # type: ignore[arg-type]  # of a class it says what to write
         return lambda _: config
     return lambda site: None if (spec := attention(site)) is None else parse(spec)
+
+
+def _choose(
+    found: Iterable[tuple[Adapter, Site]], choose: Callable[[Site], AttentionConfig | None], *, fresh: bool
+) -> tuple[list[tuple[Adapter, Site]], list[Site]]:
+    """Return the sites that get an attention, and those that keep the host's."""
+    chosen: list[tuple[Adapter, Site]] = []
+    kept: list[Site] = []
+    for owner, site in found:
+        site = replace(site, fresh=fresh)
+        config = choose(site)
+        if config is None:
+            kept.append(site)
+        else:
+            chosen.append((owner, replace(site, attention=config)))
+    if not chosen:
+        raise InjectionError(f"no attention was chosen for any of {', '.join(repr(site.path) for site in kept)}")
+    if held := [site.path for site in kept if any(isinstance(part, Mechanism) for part in site.module.modules())]:
+        raise InjectionError(
+            f"no attention was chosen for '{held[0]}', which has one of quest_core; choose that again, or call uninject"
+        )
+    return chosen, kept
 
 
 def uninject(model: nn.Module) -> nn.Module:
@@ -589,19 +596,29 @@ def _unknown(
     return unknown_attention(model, known, lambda module: module in attention or looks_like_attention(module))
 
 
-def _run_own_example(
-    finding: Finding, owner: Adapter, adapters: Sequence[Adapter], missed: Collection[str], *, allow_partial: bool
+def _run_own_examples(
+    finding: Finding, adapters: Sequence[Adapter], by_design: Container[str], *, named: bool, allow_partial: bool
 ) -> bool:
-    """Find what an adapter's own example shows; return whether it has one. A partial injection does without."""
-    try:
-        example = owner.example(finding.model, missed)
-        if example is not None:
-            finding.run(example, adapters, allow_partial=allow_partial)
-    except InjectionError:
-        if not allow_partial:
-            raise
-        return False
-    return example is not None
+    """Run examples of the adapters until no attention is missed; return whether one ran.
+
+    If the caller `named` the adapters, attention that an earlier injection found counts only if one ran.
+    """
+    ran = False
+    for owner in adapters:
+        known = finding.taken if named and not ran else finding.ours()
+        unknown = _unknown(finding.model, adapters, by_design, known)
+        missed = [x for x, m in unknown.items() if type(m).__name__ not in by_design and x not in finding.left_alone]
+        if known and not missed:
+            break
+        try:
+            example = owner.example(finding.model, missed)
+            if example is not None:
+                finding.run(example, adapters, allow_partial=allow_partial)
+                ran = True
+        except InjectionError:
+            if not allow_partial:
+                raise
+    return ran
 
 
 def _refuse_wrapped(model: nn.Module) -> None:

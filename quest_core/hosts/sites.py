@@ -31,7 +31,7 @@ HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_head
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What an example showed of the attention of one module."""
+    """The facts that an example showed about the attention of one module."""
 
     path: str  # of the module
     heads: int  # query heads; 1 where they are not known
@@ -66,7 +66,7 @@ class Found:
         return made
 
 
-def without(pair: Iterable[Tensor], factors: Iterable[float]) -> list[Tensor]:
+def without_factors(pair: Iterable[Tensor], factors: Iterable[float]) -> list[Tensor]:
     """Return q and k divided by factors of the host."""
     return [x if factor == 1 else x * (1 / factor) for x, factor in zip(pair, factors, strict=False)]
 
@@ -136,20 +136,18 @@ def _empty(kind: Any, host: Any) -> Any:
 
 def site_draft(kind: type[FoundSite], module: nn.Module, found: Any) -> Any:
     """Return the draft of `module` as a site; its parameters are the same objects."""
-    site_class: Any = _site_class
+    site_class: Any = _site_class  # mypy takes classes for arguments that cannot be cached
     made = draft(module, site_class(kind, host_class(module)))
     made.found_attention = found
     return made
 
 
-def refuse_checkpoint(path: str, levels: int) -> None:
-    """Raise if a checkpoint lies inside a site's forward, because the second forward would not pass the site.
+def refuse_checkpoint(path: str) -> None:
+    """Raise if a checkpoint lies inside the running site's forward, because its second forward would not pass the site.
 
     So does a torch.autograd.Function, as hosts write checkpoints by hand.
-
-    `levels` of the stack lie between this function and the call that is looked at.
     """
-    frame = sys._getframe(levels)
+    frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals is not globals():  # until FoundSite.forward
         if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
             raise UnsupportedError(
@@ -165,8 +163,9 @@ def refuse_checkpoint(path: str, levels: int) -> None:
 
 
 def _context(frame: FrameType) -> Any:
-    """Return the context of the torch.autograd.Function whose forward a frame runs, or None."""
-    first = frame.f_locals.get((*frame.f_code.co_varnames, "")[0]) if frame.f_code.co_name == "forward" else None
+    """Return the context of the torch.autograd.Function whose forward a frame runs, its first argument; or None."""
+    names = frame.f_code.co_varnames if frame.f_code.co_name == "forward" else ()
+    first = frame.f_locals.get(names[0]) if names else None
     return first if isinstance(first, torch.autograd.function.FunctionCtx) else None
 
 
@@ -176,7 +175,7 @@ def in_compiled_graph(site: nn.Module) -> bool:
     Such graphs are code of torch.fx. A site may hold code of torch.fx too, whose calls are the host's. The compiler of
     PyTorch before 2.6 does not see the mode: UnsupportedError.
     """
-    frame = sys._getframe(2)
+    frame = sys._getframe(2)  # that calls the mode
     owner = frame.f_locals.get("self") if frame.f_code.co_filename.startswith("<eval_with_key>") else None
     found = isinstance(owner, nn.Module) and all(owner is not module for module in site.modules())
     if found:
@@ -189,7 +188,7 @@ def in_autograd_function() -> bool:
 
     That of an activation checkpoint repeats the forward, and sees it.
     """
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if _context(frame) is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
             return True
@@ -215,8 +214,11 @@ def norm_note(norm: float | None) -> str:
     return "" if norm is None else f"the host's keys have norm {norm:.3g} already, so unit keys change only the scale"
 
 
-def beyond_operands(config: AttentionConfig, *, softmax: bool = True) -> str | None:
-    """Return what `config` needs beyond the operands of the host's product, and its `softmax`; or None."""
+def beyond_operands(config: AttentionConfig, *, softmax_stays: bool = True) -> str | None:
+    """Return why preparing queries and keys is not enough for `config`, or None.
+
+    If `softmax_stays` is False, another normalizer can take its place.
+    """
     if config.family is not None:
         return f"'{config.family}' forms no weights, and the host's own code does"
     for part in config.components:
@@ -224,7 +226,7 @@ def beyond_operands(config: AttentionConfig, *, softmax: bool = True) -> str | N
             return f"'{part.name}' chooses key/value heads, and the host's own code does"
         if part.axis == "score" and (part.reads or part.chained):
             return f"'{part.name}' reads more than a query and a key"
-        if not part.leaves_softmax() and (softmax or part.axis != "normalizer"):
+        if not part.leaves_softmax() and (softmax_stays or part.axis != "normalizer"):
             return f"'{part.name}' acts inside the host's own code, around its softmax"
     return None
 

@@ -46,7 +46,7 @@ from .sites import (
     norm_note,
     refuse_checkpoint,
     site_draft,
-    without,
+    without_factors,
 )
 
 
@@ -190,7 +190,7 @@ class _Route(Comparing):
             return func(*args, **kwargs)
         self.calls += 1
         if not is_compiling():
-            refuse_checkpoint(known.path, 2)
+            refuse_checkpoint(known.path)
         if self.eager:
             given = dict(zip(("query", "key"), args, strict=False)) | kwargs
             self.compare_factors((given["query"], given["key"]), known.factors)
@@ -244,7 +244,7 @@ def _attend(site: Routed, *args: Any, **kwargs: Any) -> Tensor:
     call = _Arguments(*args, **kwargs)
     q, k, v = call.operands()
     _check(site, _heads(q), q.shape[-1], call.scale)
-    q, k = without((q, k), site.undone)
+    q, k = without_factors((q, k), site.undone)
     axes = q.dim()
     mask = plain_mask(call.attn_mask, q.device)
     is_causal = call.is_causal  # query i sees keys j ≤ i, as PyTorch aligns them
@@ -379,7 +379,7 @@ def _attend_flex(site: Routed, query: Tensor, key: Tensor, value: Tensor, *other
         return FLEX_ATTENTION(query, key, value, *others)
     score_mod, block_mask, scale, *rest = others
     _check(site, query.shape[1], query.shape[-1], scale)
-    query, key = without((query, key), site.undone)
+    query, key = without_factors((query, key), site.undone)
     query, key, scale = site.mechanism.score(query, key, value, mask=None, is_causal=False)
     if (monitor := site.mechanism.monitor) is not None:
         of_score, of_mask = rest[-2:]

@@ -23,7 +23,7 @@ from ..projections import HeadSizes
 from .adapter import Capabilities, mechanism_for
 from .following import Comparing, Flow, Origin, same_factor
 from .functions import NO_EQUATION, PRODUCTS_AND_SOFTMAX, SOFTMAX, alpha, equation, from_last, is_counted, operands
-from .sites import Found, FoundSite, beyond_operands, in_compiled_graph, refuse_checkpoint, site_draft, without
+from .sites import Found, FoundSite, beyond_operands, in_compiled_graph, refuse_checkpoint, site_draft, without_factors
 from .universal import ATTENTION_FUNCTIONS
 
 HIDDEN = -5e3  # a logit at or below it is hidden, for normalizers that count what a row sees
@@ -161,7 +161,7 @@ class Written(Found):
 
     def refusal(self, config: AttentionConfig) -> str | None:
         """Return what `config` needs beyond the operands of the product and the place of the softmax, or None."""
-        if why := beyond_operands(config, softmax=False):
+        if why := beyond_operands(config, softmax_stays=False):
             return why
         for part in config.components:
             if part.learnable and any(product.head is None for product in self.sites):
@@ -246,7 +246,7 @@ class _Preparing(Comparing):
         if self.eager:
             if (letters := equation(name, head, *pair) or NO_EQUATION) != product.equation:
                 self.refuse(f"forms the product {letters}, and the example {product.equation}")
-            refuse_checkpoint(self.known.path, 3)
+            refuse_checkpoint(self.known.path)
         if product.query is None:
             out = func(*args, **kwargs)
         else:
@@ -269,7 +269,7 @@ class _Preparing(Comparing):
         factors = product.undone
         if self.site.keeps_queries:  # one multiplication in place of two
             factors = (1.0, *factors[1:])
-        q, k, scale = score(*without((q, k), factors), k, mask=None, is_causal=False)
+        q, k, scale = score(*without_factors((q, k), factors), k, mask=None, is_causal=False)
         scale = scale / product.factors[2] / product.undone[0] * factors[0]
         made = [product.turns[0].turn_back(q if scale == 1 else q * scale), product.turns[1].turn_back(k)]
         return made if product.query == 0 else made[::-1]
@@ -336,7 +336,7 @@ class _Preparing(Comparing):
             for layer in self.mechanism.monitor:
                 layer.miss(f"'{self.known.path}' subtracts a number from the logits of each row before the softmax")
             return
-        q, k = without((formed.q, formed.k), formed.product.undone)
+        q, k = without_factors((formed.q, formed.k), formed.product.undone)
         if planes is None:
             logits = logits.movedim(dim, -1)
             q, k, z = (x.reshape(1, 1, -1, x.shape[-1]) for x in (q, k, logits))
