@@ -105,10 +105,10 @@ class _Judge:
         products = [
             roles.get(origin, None if origin.is_activation else Product(origin.equation)) for origin in frame.products
         ]
-        softmaxes = []
+        softmaxes, start = list[SoftmaxOf](), frame.products[0].number
         for softmax in frame.softmaxes:
             terms = sorted(
-                (flow.origin.number - frame.first_product, flow.factor)
+                (flow.origin.number - start, flow.factor)
                 for flow in softmax.terms
                 if flow.origin.number >= 0 and (flow.origin in roles or not flow.origin.is_activation)
             )

@@ -46,9 +46,7 @@ class Frame:
     path: str
     module: nn.Module
     known: bool  # it is a part of attention that is known, and not looked into
-    first_product: int  # how many products there were before it
-    first_softmax: int  # and softmaxes
-    products: list[Origin] = field(default_factory=list)  # those in it, once it has ended
+    products: list[Origin] = field(default_factory=list)  # that were formed in it, or in modules that it called
     softmaxes: list[Softmax] = field(default_factory=list)
     calls: int = 0  # how often it called an attention function
 
@@ -86,11 +84,11 @@ class Operand:
     features: set[str] | None  # the letters along which the features of its projection change; None if not known
     factor: float | None  # of the host, on a sum too; None if it cannot be separated
     norm: float | None  # that all its vectors have
-    seen: tuple[float, float] | None = None  # sums that other values do not have
-    like: Tensor | None = None  # without values: has the device and the type
-    separable: bool = True  # whether the factor is known, and on all of it
-    odd: str | None = None  # what stands between the factor and the product
-    origin: Origin | None = None
+    seen: tuple[float, float] | None  # sums that other values do not have
+    like: Tensor  # without values: has the device and the type
+    separable: bool  # whether the factor is known, and on all of it
+    odd: str | None  # what stands between the factor and the product
+    origin: Origin | None  # of its projection
 
 
 UNSEEN = "a function that PyTorch does not show, such as compiled code,"
@@ -155,16 +153,14 @@ class Search(Following):
             self.made.add((inputs, named))
         path = self.paths[module]
         known = path in self.known or isinstance(module, Mechanism) or bool(self.running and self.running[-1].known)
-        frame = Frame(path, module, known, len(self.products), len(self.softmaxes))
+        frame = Frame(path, module, known)
         self.running.append(frame)
         self.frames.append(frame)
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._note_unseen_makers(output)
         self.made.add(output)
-        frame = self.running.pop()
-        frame.products = self.products[frame.first_product :]
-        frame.softmaxes = self.softmaxes[frame.first_softmax :]
+        self.running.pop()
 
     def _note_unseen_makers(self, values: Any) -> None:
         """Note the running modules if no function of PyTorch that was seen made one of some tensors."""
@@ -331,7 +327,8 @@ class Search(Following):
 
     def _on_product(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
         origin = Origin("product", len(self.products), frames=tuple(self.running))
-        self.products.append(origin)
+        for products in (self.products, *(frame.products for frame in self.running)):
+            products.append(origin)
         parts = operands(name, args, kwargs)
         if parts is None:
             self.begin(out, origin, odd=f"{name} of more than two tensors")
@@ -356,26 +353,31 @@ class Search(Following):
             origin.mixes = counted(f for x in pair for f in self.flows(x))
         origin.frames = self._frames_with_factors(*pair)
         if origin.kind == "product":
-            origin.operands = tuple(self._operand(x, s, letters) for x, s in zip(pair, letters, strict=False))
+            (feature,) = contracted(letters)
+            origin.operands = tuple(self._operand(x, s, feature) for x, s in zip(pair, letters, strict=False))
         self.begin(out, origin, alpha(rest), also=(*self.addends(head, rest), *kept))
 
-    def _operand(self, x: Tensor, own: str, letters: tuple[str, str, str]) -> Operand:
-        flow = next((flow for flow in self.flows(x) if flow.origin.is_activation), None)
-        features = None if flow is None or flow.along is None else {own[dim] for dim in flow.along}
-        sizes, factor = dict(zip(own, x.shape, strict=True)), factor_of(self.flows(x), sums=True)
-        more: Any = {"like": x.new_empty(0), "separable": factor_of(self.flows(x)) is not None}
-        if flow is not None:
-            more |= {"odd": flow.odd, "origin": flow.origin}
-        if self._may_miss_factor(x):
-            more |= {"separable": False, "odd": UNSEEN}
-        if not may_read(x, waits=True):
-            return Operand(sizes, features, factor, None, **more)
-        wide = x.detach().double()
-        vectors = wide.movedim(own.index(contracted(letters)[0]), -1)
-        norm = common_norm(vectors, 2e-3 if x.dtype == torch.float32 else 1e-2)
-        values = wide.flatten()
-        seen = (values.sum().item(), (values * torch.linspace(1, 2, len(values)).to(values)).sum().item())
-        return Operand(sizes, features, factor, norm, seen, **more)
+    def _operand(self, x: Tensor, letters: str, feature: str) -> Operand:
+        """Return what is known of an operand whose axes have `letters`; its product sums over `feature`."""
+        flows, missed = self.flows(x), self._may_miss_factor(x)
+        flow = next((flow for flow in flows if flow.origin.is_activation), None)
+        norm, seen = None, None
+        if may_read(x, waits=True):
+            wide = x.detach().double()
+            norm = common_norm(wide.movedim(letters.index(feature), -1), 2e-3 if x.dtype == torch.float32 else 1e-2)
+            values = wide.flatten()
+            seen = (values.sum().item(), (values * torch.linspace(1, 2, len(values)).to(values)).sum().item())
+        return Operand(
+            sizes=dict(zip(letters, x.shape, strict=True)),
+            features=None if flow is None or flow.along is None else {letters[dim] for dim in flow.along},
+            factor=factor_of(flows, sums=True),
+            norm=norm,
+            seen=seen,
+            like=x.new_empty(0),
+            separable=not missed and factor_of(flows) is not None,
+            odd=UNSEEN if missed else flow and flow.odd,
+            origin=flow and flow.origin,
+        )
 
     def _note_uses(
         self, pair: Any, letters: tuple[str, str, str] | None, learned: Sequence[bool], out: Tensor
@@ -439,7 +441,8 @@ class Search(Following):
         projected = any(flow.origin.axis is not None for flow in self.flows(logits))
         norms = {flow.origin for flow in self.flows(logits) if flow.odd in NORMS and flow.origin.is_activation}
         made = Softmax(terms, origin, owner, {}, projected, norms, tuple(out.shape))
-        self.softmaxes.append(made)
+        for softmaxes in (self.softmaxes, *(frame.softmaxes for frame in self.running)):
+            softmaxes.append(made)
         if not terms:
             return
         for flow in terms:

@@ -9,7 +9,7 @@ way to the score's own. Bias, mask, softmax and dropout stay the host's. With `s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -69,7 +69,7 @@ class _Turn(NamedTuple):
 class Product:
     """A product of two activations in a module's forward.
 
-    The last three fields follow from the others, and are empty if `query` is None:
+    The last two fields follow from the others, and are empty if `query` is None:
 
         einsum("bhnd,bhmd->bhnm", q, k)  query 0, axes b h n m d, q and k as they are
         einsum("bmhd,bnhd->bhmn", k, q)  query 1, axes b h n m d, q and k turned by (0, 2, 1, 3)
@@ -80,15 +80,14 @@ class Product:
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0)  # by which the host multiplies q, k and the product
     normed: bool = False  # the host normalizes q, so that its factor on q is a part of q and stays
     head: str | None = None  # the letter of the axis of heads, if it is known
-    roles: tuple[int, ...] = field(init=False, compare=False, default=())  # the places of q and k
     axes: Axes = field(init=False, compare=False, default=Axes("", "", "", "", ""))
     turns: tuple[_Turn, ...] = field(init=False, compare=False, default=())  # how q and k are turned
 
     def __post_init__(self) -> None:
         if self.query is None:
             return
-        roles = self.query, 1 - self.query
-        q, k, result = (self.equation[place] for place in (*roles, 2))
+        q, k = self.in_order(self.equation[:2])
+        result = self.equation[2]
         axes = Axes(
             batch="".join(s for s in result if s in q and s in k and s != self.head),
             heads=self.head or "",
@@ -96,9 +95,12 @@ class Product:
             keys="".join(s for s in result if s not in q),
             features="".join(s for s in q if s not in result),
         )
-        object.__setattr__(self, "roles", roles)
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "turns", tuple(_Turn.of(letters, axes) for letters in (q, k)))
+
+    def in_order(self, operands: Sequence[Any]) -> Sequence[Any]:
+        """Return q and k for both operands, or both operands for q and k."""
+        return operands if self.query == 0 else operands[::-1]
 
     @property
     def undone(self) -> tuple[float, float, float]:
@@ -242,37 +244,36 @@ class _Preparing(Comparing):
         parts = None if product is None else operands(name, args, kwargs)
         if product is None or parts is None:
             return func(*args, **kwargs)
-        head, *pair, rest = parts
+        head, a, b, rest = parts
         if self.eager:
-            if (letters := equation(name, head, *pair) or NO_EQUATION) != product.equation:
+            if (letters := equation(name, head, a, b) or NO_EQUATION) != product.equation:
                 self.refuse(f"forms the product {letters}, and the example {product.equation}")
             refuse_checkpoint(self.known.path)
         if product.query is None:
             out = func(*args, **kwargs)
         else:
-            q, k = (turn.turn(pair[role]) for turn, role in zip(product.turns, product.roles, strict=True))
+            q, k = (turn.turn(x) for turn, x in zip(product.turns, product.in_order((a, b)), strict=True))
             if self.eager:
-                self.rounded |= pair[0].element_size() < 4
-                self.compare_factors((pair[role] for role in product.roles), product.factors)
+                self.rounded |= a.element_size() < 4
+                self.compare_factors(product.in_order((a, b)), product.factors)
             if not self.site.untouched:
-                pair = self._prepare(product, q, k)
-            out = func(*head, *pair, **rest)
+                a, b = product.in_order(self._prepare(product, q, k))
+            out = func(*head, a, b, **rest)
             if self.keeps:
                 self.formed[number] = _Formed(product, q, k, out.shape)
         if self.eager:
             self.note(out, (Flow(Origin("product", place), alpha(rest)), *self.addends(head, rest)))
         return out
 
-    def _prepare(self, product: Product, q: Tensor, k: Tensor) -> list[Tensor]:
-        """Return both operands of a product as the score prepares them; q and k have the factors of the host."""
+    def _prepare(self, product: Product, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return q and k as the score prepares them, turned for the host, whose factors they have before."""
         score: Any = self.mechanism.score
         factors = product.undone
         if self.site.keeps_queries:  # one multiplication in place of two
             factors = (1.0, *factors[1:])
         q, k, scale = score(*without_factors((q, k), factors), k, mask=None, is_causal=False)
         scale = scale / product.factors[2] / product.undone[0] * factors[0]
-        made = [product.turns[0].turn_back(q if scale == 1 else q * scale), product.turns[1].turn_back(k)]
-        return made if product.query == 0 else made[::-1]
+        return product.turns[0].turn_back(q if scale == 1 else q * scale), product.turns[1].turn_back(k)
 
     def _weigh(self, func: Any, args: Any, kwargs: Any) -> Any:
         logits, dim = args[0] if args else kwargs["input"], kwargs.get("dim", args[1] if len(args) > 1 else None)
