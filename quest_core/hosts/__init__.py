@@ -1,17 +1,12 @@
-"""Everything about other people's code.
-
-    inject.py               find, refuse, draft, assign and report; uninject
-    adapter.py              the contract of a plugin: Adapter, Site, the base class of replaced attention
-    plugins.py torch.py     installed plugins; the adapter of plain PyTorch
-    patching.py launch.py   a plugin's changes of its host; quest run
+"""Everything about other people's code: the contract of a plugin, injection, discovery, launching.
 
 Attention that no adapter lists is found by an example, and becomes a site of its own class:
 
-    finding.py              judges each module by what a search saw: a site, left as it is, or refused
-    search.py               runs the example, and notes calls of attention, products and softmaxes
-    following.py            from which product a tensor was made, by which factor; in a search and as a site runs
-    functions.py            what following knows of PyTorch's functions
-    universal.py            the site that calls an attention function
-    written.py              the site that writes attention out
-    sites.py                what both sites share
+    finding.py    judges each module by what a search saw: a site, left as it is, or refused
+    search.py     runs the example, and notes calls of attention, products and softmaxes
+    following.py  from which product a tensor was made, by which factor; in a search and as a site runs
+    functions.py  what following knows of PyTorch's functions
+    universal.py  the site that calls an attention function
+    written.py    the site that writes attention out
+    sites.py      what both sites share
 """

@@ -202,7 +202,8 @@ class _Judge:
             raise UnsupportedError("a factor on its queries or keys is followed by more than moves")
         batch = {*letters[2]} - over
         split = [s for s in letters[query] if s in batch and s in (q.features or ())]
-        product = Product(letters, query, factors, _keeps_factor(q, k, factors, head_dim))
+        undone = (1.0, *factors[1:]) if _keeps_factor(q, k, factors, head_dim) else factors
+        product = Product(letters, query, factors, undone)
         if len(split) == 1 and [*map(len, replace(product, head=split[0]).axes)] == [1] * 5:
             product = replace(product, head=split[0])
         tokens = math.prod(q.sizes[s] for s in letters[query] if s in batch - {*letters[key], *split})
@@ -216,7 +217,7 @@ class _Judge:
             cross=tokens != math.prod(k.sizes[s] for s in over),
             layout=_layout(flow) if over == {*product.axes.keys} and not flow.shifted else None,
             shifted=flow.shifted,
-            note=norm_note(k.norm) or (KEPT if product.normed and factors[0] != 1 else ""),
+            note=norm_note(k.norm) or (KEPT if undone != factors else ""),
             query=q.like,
         )
 
@@ -254,8 +255,8 @@ def _period(products: list[Product | None], softmaxes: list[SoftmaxOf]) -> int:
         if len(products) % count or len(softmaxes) % count:
             continue
         n, m = len(products) // count, len(softmaxes) // count
-        first = [one.moved(-(i // m) * n) for i, one in enumerate(softmaxes)]  # as in the first round
-        if products == products[:n] * count and first == softmaxes[:m] * count:
+        first = [tuple((place - i // m * n, factor) for place, factor in x.terms) for i, x in enumerate(softmaxes)]
+        if products == products[:n] * count and first == first[:m] * count:
             return count
     return 1
 
@@ -355,7 +356,7 @@ class Finding:
             for path, one in adapter.found.items():
                 module = self.modules[path]
                 inside = [other for other in self.ours() if within(other, [path])]
-                inside.remove(path)
+                inside.remove(path)  # it is there twice if it both calls a function and writes attention out
                 if inside:
                     why = f"it contains another attention, '{inside[0]}'; move one of them into a module of its own"
                 elif hasattr(module, "mechanism") and not isinstance(module, FoundSite):
@@ -367,7 +368,7 @@ class Finding:
                 raise InjectionError(f"'{path}' ({type(module).__name__}) {one.does}, and {why}")
 
     def ours(self) -> list[str]:
-        """Return the paths of all modules that become sites; one that is found in both ways is there twice."""
+        """Return the paths of all modules that become sites, some of them twice."""
         return [path for path in (*self.calls, *self.written, *self.taken) if path not in self.idle]
 
 

@@ -296,9 +296,8 @@ class Following(TorchFunctionMode):
             return False
         if (x.dim() and x.shape[-1] > 1) if self.is_parameter(x) else self.flows(x):
             return False
-        if torch.broadcast_shapes(x.shape, places.shape) != places.shape:  # the activation is repeated for it
-            return False
-        if (along := flow.along) is None:
+        repeats = torch.broadcast_shapes(x.shape, places.shape) != places.shape  # the activation
+        if repeats or (along := flow.along) is None:
             return False
         x = x.expand(places.shape)
         return all(bool((x == x.narrow(dim, 0, 1)).all()) for dim in {*range(x.dim()), -1} - along)

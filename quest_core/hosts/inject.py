@@ -304,10 +304,8 @@ def inject(
         owner.connect(model, drafts)
     scaled = _projections_to_scale(chosen, made) if fresh else []
     rows = [_row(owner, site, one) for (owner, site), one in zip(chosen, made, strict=True)]
-    left_alone = {
-        path: by_design.get(type(module).__name__) or finding.left_alone.get(path, "")
-        for path, module in unreplaced.items()
-    }
+    whys = finding.left_alone
+    left_alone = {path: by_design.get(type(m).__name__) or whys.get(path, "") for path, m in unreplaced.items()}
     left_alone |= {site.path: "no attention was chosen for it" for site in kept}
     report = Report(said, tuple(rows), left_alone, bool(scaled))
     changed = {origin_of(x): type(x) for one in drafts.values() for x in one.modules() if is_draft(x)}
@@ -358,8 +356,7 @@ def _choose(
     kept: list[Site] = []
     for owner, site in found:
         site = replace(site, fresh=fresh)
-        config = choose(site)
-        if config is None:
+        if (config := choose(site)) is None:
             kept.append(site)
         else:
             chosen.append((owner, replace(site, attention=config)))

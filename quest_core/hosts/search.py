@@ -359,25 +359,20 @@ class Search(Following):
 
     def _operand(self, x: Tensor, letters: str, feature: str) -> Operand:
         """Return what is known of an operand whose axes have `letters`; its product sums over `feature`."""
-        flows, missed = self.flows(x), self._may_miss_factor(x)
+        flows = self.flows(x)
         flow = next((flow for flow in flows if flow.origin.is_activation), None)
+        features = None if flow is None or flow.along is None else {letters[dim] for dim in flow.along}
+        sizes, factor = dict(zip(letters, x.shape, strict=True)), factor_of(flows, sums=True)
+        separable, odd, origin = factor_of(flows) is not None, flow and flow.odd, flow and flow.origin
+        if self._may_miss_factor(x):
+            separable, odd = False, UNSEEN
         norm, seen = None, None
         if may_read(x, waits=True):
             wide = x.detach().double()
             norm = common_norm(wide.movedim(letters.index(feature), -1), 2e-3 if x.dtype == torch.float32 else 1e-2)
             values = wide.flatten()
             seen = (values.sum().item(), (values * torch.linspace(1, 2, len(values)).to(values)).sum().item())
-        return Operand(
-            sizes=dict(zip(letters, x.shape, strict=True)),
-            features=None if flow is None or flow.along is None else {letters[dim] for dim in flow.along},
-            factor=factor_of(flows, sums=True),
-            norm=norm,
-            seen=seen,
-            like=x.new_empty(0),
-            separable=not missed and factor_of(flows) is not None,
-            odd=UNSEEN if missed else flow and flow.odd,
-            origin=flow and flow.origin,
-        )
+        return Operand(sizes, features, factor, norm, seen, x.new_empty(0), separable, odd, origin)
 
     def _note_uses(
         self, pair: Any, letters: tuple[str, str, str] | None, learned: Sequence[bool], out: Tensor

@@ -43,12 +43,9 @@ class Found:
     note: str = ""  # a remark for the report
     query: Tensor | None = field(default=None, compare=False)  # without values: has the device and the type of queries
 
-    does: ClassVar[Any]
-    """A verb and its object for messages."""
-    flags: ClassVar[tuple[str, ...]] = ("causal", "cross", "repeated")
-    """Fields that are true if they are so in one of several forwards."""
-    optional: ClassVar[Mapping[str, Any]] = {"note": ""}
-    """Fields that may differ between forwards, with what they become then."""
+    does: ClassVar[Any]  # a verb and its object, for messages
+    flags: ClassVar[tuple[str, ...]] = ("causal", "cross", "repeated")  # true if so in one of several forwards
+    optional: ClassVar[Mapping[str, Any]] = {"note": ""}  # what fields become that differ between forwards
 
     def join(self, other: Any) -> Any:
         """Return what two forwards of one module have in common; UnsupportedError if they need two mechanisms."""

@@ -78,7 +78,7 @@ class Product:
     equation: tuple[str, str, str]  # letters of the axes of both operands and of the result
     query: int | None = None  # which operand is q, 0 or 1; None for a product that stays as it is
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0)  # by which the host multiplies q, k and the product
-    normed: bool = False  # the host normalizes q, so that its factor on q is a part of q and stays
+    undone: tuple[float, float, float] = (1.0, 1.0, 1.0)  # those of `factors` that give way to the scale of a score
     head: str | None = None  # the letter of the axis of heads, if it is known
     axes: Axes = field(init=False, compare=False, default=Axes("", "", "", "", ""))
     turns: tuple[_Turn, ...] = field(init=False, compare=False, default=())  # how q and k are turned
@@ -88,13 +88,11 @@ class Product:
             return
         q, k = self.in_order(self.equation[:2])
         result = self.equation[2]
-        axes = Axes(
-            batch="".join(s for s in result if s in q and s in k and s != self.head),
-            heads=self.head or "",
-            queries="".join(s for s in result if s in q and s not in k and s != self.head),
-            keys="".join(s for s in result if s not in q),
-            features="".join(s for s in q if s not in result),
-        )
+        batch = "".join(s for s in result if s in q and s in k and s != self.head)
+        queries = "".join(s for s in result if s in q and s not in k and s != self.head)
+        keys = "".join(s for s in result if s not in q)
+        features = "".join(s for s in q if s not in result)
+        axes = Axes(batch, self.head or "", queries, keys, features)
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "turns", tuple(_Turn.of(letters, axes) for letters in (q, k)))
 
@@ -102,21 +100,12 @@ class Product:
         """Return q and k for both operands, or both operands for q and k."""
         return operands if self.query == 0 else operands[::-1]
 
-    @property
-    def undone(self) -> tuple[float, float, float]:
-        """The factors that give way to those of a score."""
-        return (1.0, *self.factors[1:]) if self.normed else self.factors
-
 
 class SoftmaxOf(NamedTuple):
     """A softmax in a module's forward."""
 
     terms: tuple[tuple[int, float], ...]  # places in `Written.products` of those in its logits, and their factors
     dim: int  # its axis, counted from the last, -1
-
-    def moved(self, by: int) -> SoftmaxOf:
-        """Return the softmax of the products that stand `by` places later."""
-        return self._replace(terms=tuple((place + by, factor) for place, factor in self.terms))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,14 +130,14 @@ class Written(Found):
         return Capabilities(causal=self.causal, cross=self.cross, regroups=False)
 
     @property
-    def sites(self) -> list[Product]:
+    def prepared(self) -> list[Product]:
         """The products whose operands are prepared."""
         return [x for x in self.products if x is not None and x.query is not None]
 
     @property
     def scale(self) -> float:
         """The host's factor on q·k."""
-        return math.prod(self.sites[0].undone)
+        return math.prod(self.prepared[0].undone)
 
     def draft(self, module: nn.Module, config: AttentionConfig) -> Any:
         """Return the draft of the module as a site with a mechanism; its parameters are the same objects."""
@@ -166,11 +155,11 @@ class Written(Found):
         if why := beyond_operands(config, softmax_stays=False):
             return why
         for part in config.components:
-            if part.learnable and any(product.head is None for product in self.sites):
+            if part.learnable and any(product.head is None for product in self.prepared):
                 return f"'{part.name}' must know the axis of heads, which the example does not show"
-            if part.learnable and (self.repeated or len(self.sites) > 1):
+            if part.learnable and (self.repeated or len(self.prepared) > 1):
                 return f"one forward forms more than one product, and '{part.name}' keeps something for each"
-            if "queries" in part.reads and any(p.head is None and len(p.axes.queries) > 1 for p in self.sites):
+            if "queries" in part.reads and any(p.head is None and len(p.axes.queries) > 1 for p in self.prepared):
                 return f"'{part.name}' must know which axis is that of heads, and two could be those of the queries"
             if part.axis == "normalizer" and not part.fused and self.layout is None:
                 return f"'{part.name}' needs logits of queries and keys only, [..., N, M]"
@@ -266,7 +255,7 @@ class _Preparing(Comparing):
         return out
 
     def _prepare(self, product: Product, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return q and k as the score prepares them, turned for the host, whose factors they have before."""
+        """Return q and k, which have the host's factors, as the score prepares them, in the layout of the host."""
         score: Any = self.mechanism.score
         factors = product.undone
         if self.site.keeps_queries:  # one multiplication in place of two
@@ -356,16 +345,15 @@ class _Planes:
     def __init__(self, logits: Tensor, product: Product, layout: str, shape: tuple[int, ...]) -> None:
         sizes = dict(zip(product.equation[2], shape, strict=True))
         roles = product.axes[:4]  # batch, heads, queries, keys
-        letters = "".join(roles)
+        self.turned = _Turn.of(layout, product.axes)
         self.host_shape, self.by_layout = logits.shape, [sizes[s] for s in layout]
-        self.by_role = [sizes[s] for s in letters]
-        self.to_roles, self.to_layout = [layout.index(s) for s in letters], [letters.index(s) for s in layout]
+        self.by_role = [sizes[s] for role in roles for s in role]
         self.shape = [math.prod(sizes[s] for s in role) for role in roles]
 
     def of(self, logits: Tensor) -> Tensor:
         """Return logits as [B, H, N, M]."""
-        return logits.reshape(self.by_layout).permute(self.to_roles).reshape(self.shape)
+        return self.turned.turn(logits.reshape(self.by_layout)).reshape(self.shape)
 
     def back(self, weights: Tensor) -> Tensor:
         """Return weights [B, H, N, M] in the layout of the host."""
-        return weights.reshape(self.by_role).permute(self.to_layout).reshape(self.host_shape)
+        return self.turned.turn_back(weights.reshape(self.by_role)).reshape(self.host_shape)
