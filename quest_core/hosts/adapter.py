@@ -424,7 +424,7 @@ class Adapter(ABC):
 def refusal(config: AttentionConfig, asked: Capabilities) -> str | None:
     """Return why a mechanism cannot give what a site asks for, or None if it can."""
     for part in config.components:
-        reasons = (
+        reasons = (  # one needs it, the other gives it; else why not
             (asked.causal, part.causal, f"it cannot be causal ({part.causal_reason})"),
             (asked.cross, part.cross, "it cannot attend across sequences"),
             (asked.cached, part.cached, "it cannot decode incrementally"),

@@ -75,9 +75,10 @@ class Call(Found):
         """The capabilities that the calls need of a mechanism."""
         return Capabilities(causal=self.causal, cross=self.cross, dropout=self.dropout, weights=self.weights)
 
-    def scale_of(self, head_dim: int) -> float:
-        """Return the factor of the call on q·k."""
-        return head_dim**-0.5 if self.scale is None else self.scale
+    @property
+    def scale_number(self) -> float:
+        """The factor of the call on q·k, as a number."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
     def with_factors(self, of_q: float | None, of_k: float | None, *, separable: bool) -> Call:
         """Return the call of a host that multiplied its queries and keys by factors, None if they are not known.
@@ -85,7 +86,7 @@ class Call(Found):
         They count as its scale if they make the scale of the call to 1/√D, and else stay. `separable` says that these
         are all, and none is on a part or before another function.
         """
-        whole = self.scale_of(self.head_dim) * math.sqrt(self.head_dim)
+        whole = self.scale_number * math.sqrt(self.head_dim)
         if of_q is not None and of_k is not None and math.isclose(of_q * of_k * whole, 1, rel_tol=1e-2):
             return replace(self, factors=(of_q, of_k))
         plain = {of_q, of_k} <= {None, 1}
@@ -100,7 +101,7 @@ class Call(Found):
         scale, made.undone = self.scale, (1.0, 1.0)
         if self.factors is not None and not config.is_standard and self.factors != (1, 1):
             made.undone = self.factors
-            scale = math.prod((self.scale_of(self.head_dim), *self.factors))
+            scale = math.prod((self.scale_number, *self.factors))
         made.mechanism = mechanism_for(module, config, self.sizes(config), scale, like=self.query)
         if isinstance(module, nn.MultiheadAttention):
             leave_native_path(made.mechanism)
@@ -240,7 +241,10 @@ def _read(path: str, *args: Any, **kwargs: Any) -> Call:
 
 
 def _attend(site: Routed, *args: Any, **kwargs: Any) -> Tensor:
-    """Return the output of a site's mechanism in the layout of the call; raises InputError as `_check`."""
+    """Return the output of a site's mechanism in the layout of the call; raises InputError as `_check`.
+
+    q, k and v are [N, D], [B, N, D] or [..., H, N, D]. Their batches are broadcast, and all become [B, H, N, D].
+    """
     call = _Arguments(*args, **kwargs)
     q, k, v = call.operands()
     _check(site, _heads(q), q.shape[-1], call.scale)
@@ -392,8 +396,8 @@ def _attend_flex(site: Routed, query: Tensor, key: Tensor, value: Tensor, *other
 
 class _Function(NamedTuple):
     name: str
-    read: Any
-    attend: Any
+    read: Any  # (path, *args, **kwargs) -> Call
+    attend: Any  # (site, *args, **kwargs) -> what the function returns
 
 
 ATTENTION_FUNCTIONS = {
