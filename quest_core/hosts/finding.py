@@ -100,7 +100,7 @@ class _Judge:
             roles = {origin: replace(product, head=None) for origin, product in roles.items()}
             found = [replace(one, heads=1, kv_heads=1) for one in found]
         if not all(math.isclose(one.scale, found[0].scale) for one in found):
-            raise UnsupportedError(f"'{frame.path}' forms products with two scales, and a site has one")
+            raise UnsupportedError("it forms products with two scales, and a site has one")
         facts = functools.reduce(Written.join, (replace(one, products=()) for one in found))
         products = [
             roles.get(origin, None if origin.is_activation else Product(origin.equation)) for origin in frame.products
