@@ -1204,6 +1204,27 @@ def test_learned_scores_need_the_axis_of_heads():
     assert model.layers[0].mechanism.score.query_scale.shape == (H, D)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_heads_are_found_where_matrix_products_project_embeddings(turned):
+    """GPT-2's Conv1D: tokens of the first layer are made from a table only, as if they were parameters too."""
+
+    class Projection(nn.Module):
+        def __init__(self):
+            super().__init__()
+            shape = (3 * H * D, H * D) if turned else (H * D, 3 * H * D)
+            self.weight, self.bias = nn.Parameter(torch.randn(shape)), nn.Parameter(torch.zeros(3 * H * D))
+
+        def forward(self, x):
+            weight = self.weight.t() if turned else self.weight
+            return torch.addmm(self.bias, x.flatten(0, 1), weight).unflatten(0, x.shape[:2])
+
+    model, tokens = nn.Sequential(nn.Embedding(9, H * D), Model(scale_after_product)), torch.arange(B * N).view(B, N) % 9
+    for layer in model[1].layers:
+        layer.qkv = Projection()
+    quest_core.inject(model, "qknorm", example=tokens)
+    assert [layer.found_attention.heads for layer in model[1].layers] == [H, H]
+
+
 def test_learned_scores_are_not_shared_by_the_products_of_one_forward():
     """A module that attends twice may attend in pieces, or have two attentions, each with parameters of its own."""
     model, x = make(lambda m, q, k, v: scale_after_product(m, q, k, v) + scale_after_product(m, k, q, v))

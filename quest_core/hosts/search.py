@@ -340,6 +340,9 @@ class Search(Following):
             self.begin(out, origin, odd="an autograd.Function with a derivative of its own")
             return
         origin.learned = tuple(self.is_parameter(x) for x in pair)
+        if all(origin.learned):  # such as embeddings of the first layer, made from a table, and a projection
+            weights = tuple(is_learned(x if x._base is None else x._base) for x in pair)
+            origin.learned = weights if any(weights) else origin.learned
         applied, kept = self._note_uses(pair, letters, origin.learned, out)
         if all(origin.learned) or (applied and not any(origin.learned)):  # of parameters only, or of weights and values
             origin.kind, origin.learned = "plain", ()
