@@ -333,6 +333,10 @@ RIGHT |= {
         lambda m, q, k, v: SOFTMAX(torch.einsum("hid,bhjd->bhij", m.memory, k).mul(D**-0.5)) @ v,
         lambda m, q, k, v: quest(m.memory.expand_as(q), k, v),
     ),
+    "a_learned_factor_without_axes_on_queries": (
+        lambda m, q, k, v: SOFTMAX((q * m.learned.exp()) @ k.mT * D**-0.5) @ v,
+        lambda m, q, k, v: quest(q * m.learned.exp(), k, v),
+    ),
     "heads_apart_from_scaled_logits": (
         lambda m, q, k, v: SOFTMAX((q.flatten(0, 1) @ k.flatten(0, 1).mT).mul(D**-0.5).unflatten(0, (B, H))) @ v,
         lambda m, q, k, v: quest(q, k, v),

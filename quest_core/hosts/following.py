@@ -400,7 +400,7 @@ class Comparing(Following):
         return out
 
     def _may_gate(self, x: Any) -> bool:
-        if not isinstance(x, Tensor) or x.dim() == 0:
+        if not isinstance(x, Tensor):
             return False
         return all(x is not own for own in (*self.site.parameters(), *self.site.buffers()))
 
