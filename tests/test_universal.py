@@ -757,6 +757,25 @@ def test_a_scale_that_the_host_puts_on_queries_or_keys_is_undone(attention, of_q
     assert torch.equal(host(x), Scaled.forward(host, x))
 
 
+class Pooling(Scaled):
+    """Attends from learned queries."""
+
+    def __init__(self, *factors):
+        super().__init__(*factors)
+        self.queries = nn.Parameter(torch.randn(4, 3, 4))
+
+    def forward(self, x):
+        _, k, v = (split(y, 4) for y in self.qkv(x).chunk(3, -1))
+        return F.scaled_dot_product_attention((self.queries * self.of_q).expand(len(x), -1, -1, -1), k, v, scale=1.0)
+
+
+def test_a_scale_that_the_host_puts_on_learned_queries_is_undone():
+    host, x = Pooling(0.5, 1, 1.0), torch.randn(2, 5, 16)
+    _, k, v = (split(y, 4) for y in host.qkv(x).chunk(3, -1))
+    want = F.scaled_dot_product_attention(host.queries.expand(2, -1, -1, -1), F.normalize(k, dim=-1), v, scale=1.0)
+    torch.testing.assert_close(quest_core.inject(host, "quest", example=x)[0](x), want)
+
+
 def test_other_factors_of_the_host_stay():
     x = torch.randn(2, 5, 16)
     for host, factor in ((Scaled(0.7, 1, 1.0), 0.7), (Scaled(2, 1, None), 2)):

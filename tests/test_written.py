@@ -333,6 +333,22 @@ RIGHT |= {
         lambda m, q, k, v: SOFTMAX(torch.einsum("hid,bhjd->bhij", m.memory, k).mul(D**-0.5)) @ v,
         lambda m, q, k, v: quest(m.memory.expand_as(q), k, v),
     ),
+    "learned_queries_with_the_scale": (
+        lambda m, q, k, v: SOFTMAX((m.memory * D**-0.5) @ k.mT) @ v,
+        lambda m, q, k, v: quest(m.memory.expand_as(q), k, v),
+    ),
+    "learned_queries_of_every_sample_with_the_scale": (
+        lambda m, q, k, v: SOFTMAX((m.memory.expand(B, -1, -1, -1) * D**-0.5) @ k.mT) @ v,
+        lambda m, q, k, v: quest(m.memory.expand_as(q), k, v),
+    ),
+    "a_parameter_with_a_factor_beside_queries": (
+        lambda m, q, k, v: SOFTMAX((q + 0.3 * m.memory) @ k.mT * D**-0.5) @ v,
+        lambda m, q, k, v: quest(q + 0.3 * m.memory, k, v),
+    ),
+    "weights_that_are_1_at_first_times_keys": (
+        lambda m, q, k, v: SOFTMAX(q @ ((1 + m.memory[0, 0]) * k).mT * D**-0.5) @ v,
+        lambda m, q, k, v: quest(q, (1 + m.memory[0, 0]) * k, v),
+    ),
     "a_learned_factor_without_axes_on_queries": (
         lambda m, q, k, v: SOFTMAX((q * m.learned.exp()) @ k.mT * D**-0.5) @ v,
         lambda m, q, k, v: quest(q * m.learned.exp(), k, v),

@@ -229,8 +229,8 @@ class Following(TorchFunctionMode):
             changed = self._scale_entries(step, x, factors, out, learned=learned)
         else:
             flows = self.flows(x)
-            if not flows and not self.is_parameter(x) and out.is_floating_point():
-                flows = (Flow(ACTIVATION),)
+            if not flows and out.is_floating_point():
+                flows = (Flow(Origin("parameter") if self.is_parameter(x) else ACTIVATION),)
             by = factor if step.name == "mul" else 1 / factor
             gate, frames, why = (
                 by if self._may_gate(factors) else 1.0,
@@ -279,6 +279,8 @@ class Following(TorchFunctionMode):
             # activation only that it was scaled; a search knows of its projection too.
             if small.shape != out.shape == large.shape and all(f.origin is ACTIVATION for f in self.flows(small)):
                 return small is one
+        if self.is_parameter(one) != self.is_parameter(other):
+            return self.is_parameter(one)
         return bool(self.flows(other) and not self.flows(one))
 
     def _may_gate(self, x: Any) -> bool:
@@ -312,6 +314,8 @@ class Following(TorchFunctionMode):
             name = "identity"
         if name in SUMS and len(given) > 1:
             flows = _sum(step)
+        if any(x.is_floating_point() and not self.is_parameter(x) for x, _ in given):
+            flows = [flow for flow in flows if flow.origin.kind != "parameter"]
         if name in JOINS and len(set.union(*(_products(flows) for _, flows in given))) > 1:
             flows = [f.marked("a join of two products") if f.origin.kind == "product" else f for f in flows]
         if _mixes_factors(name, given):
@@ -433,11 +437,11 @@ def same_factor(one: float, other: float, *, rounded: bool) -> bool:
 
 
 def factor_of(flows: Flows, *, sums: bool = False) -> float | None:
-    """Return the factor of an activation, 1 if none is known, None if it is unclear.
+    """Return the factor of an activation or parameter, 1 if none is known, None if it is unclear.
 
     It is unclear where only a part of a sum or join has a factor; `sums` returns the factor on the whole then.
     """
-    plain = [f for f in flows if f.origin.is_activation] or [f for f in flows if f.origin.kind == "product"]
+    plain = [f for f in flows if f.origin.is_activation] or [f for f in flows if f.origin.kind != "softmax"]
     if not plain:
         return 1.0
     return abs(plain[0].factor) if plain[0].odd is None or (sums and plain[0].odd == PART) else None
