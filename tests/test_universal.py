@@ -436,6 +436,21 @@ def test_activation_checkpointing_computes_the_same():
     torch.testing.assert_close(gradients(plain, inputs), gradients(recomputed, inputs))
 
 
+@pytest.mark.slow
+@pytest.mark.needs_torch("2.6", "torch.compile of a TorchFunctionMode")
+def test_checkpoints_compile_to_one_graph_if_pytorch_takes_the_mode_for_no_side_effect(monkeypatch):
+    option = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+    if not hasattr(torch._dynamo.config, option):
+        pytest.skip(f"this PyTorch has no torch._dynamo.config.{option}")
+    monkeypatch.setattr(torch._dynamo.config, option, True)
+    model, inputs = GPT(layers=1, recompute=True), (torch.randint(50, (2, 9)),)
+    quest_core.inject(model, "quest", example=inputs)
+    want = gradients(model, inputs)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(gradients(compiled, inputs), want)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_inside_the_site_is_refused(reentrant):
     class Recomputing(nn.Module):
