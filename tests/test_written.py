@@ -1238,7 +1238,8 @@ def test_heads_are_found_where_matrix_products_project_embeddings(turned):
             weight = self.weight.t() if turned else self.weight
             return torch.addmm(self.bias, x.flatten(0, 1), weight).unflatten(0, x.shape[:2])
 
-    model, tokens = nn.Sequential(nn.Embedding(9, H * D), Model(scale_after_product)), torch.arange(B * N).view(B, N) % 9
+    tokens = torch.arange(B * N).view(B, N) % 9
+    model = nn.Sequential(nn.Embedding(9, H * D), Model(scale_after_product))
     for layer in model[1].layers:
         layer.qkv = Projection()
     quest_core.inject(model, "qknorm", example=tokens)

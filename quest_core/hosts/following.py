@@ -279,7 +279,7 @@ class Following(TorchFunctionMode):
             # activation only that it was scaled; a search knows of its projection too.
             if small.shape != out.shape == large.shape and all(f.origin is ACTIVATION for f in self.flows(small)):
                 return small is one
-        if self.is_parameter(one) != self.is_parameter(other):
+        if self.is_parameter(one) != self.is_parameter(other):  # weights on an activation
             return self.is_parameter(one)
         return bool(self.flows(other) and not self.flows(one))
 
@@ -314,7 +314,7 @@ class Following(TorchFunctionMode):
             name = "identity"
         if name in SUMS and len(given) > 1:
             flows = _sum(step)
-        if any(x.is_floating_point() and not self.is_parameter(x) for x, _ in given):
+        if any(x.is_floating_point() and not self.is_parameter(x) for x, _ in given):  # an activation is the result
             flows = [flow for flow in flows if flow.origin.kind != "parameter"]
         if name in JOINS and len(set.union(*(_products(flows) for _, flows in given))) > 1:
             flows = [f.marked("a join of two products") if f.origin.kind == "product" else f for f in flows]
