@@ -95,18 +95,21 @@ class Mechanism(CheckpointGuard):
             dims = Dims(num_heads, groups, head_dim, standard_scale)
         else:
             _refuse_state(config)
-        parts = config.components
         super().__init__(config, keeps=dims is not None)
         self._name = str(config)
         self.monitor: Any = None
         self.hides_by_infinity = False
         self.head_share = (0, 1)
+        self.dims = dims
         if config.family is None:
             self.family: Family | None = None
-        for part in parts:
+        for part in config.components:
             self.add_module(part.axis, config.build(part, dims))
-        self._key_features = parts[0].key_features
-        self.dims = dims
+        self._collect_declarations()
+
+    def _collect_declarations(self) -> None:
+        """Keep what the classes of the components declare in attributes, because each call reads it."""
+        parts, dims = self.config.components, self.dims
         self.reads = frozenset(itertools.chain.from_iterable(part.reads for part in parts))
         self.chained = any(part.chained for part in parts)
         self.fused = all(part.fused for part in parts if part.axis not in ("score", "grouping"))
@@ -114,19 +117,21 @@ class Mechanism(CheckpointGuard):
         self.unit_keys = any(part.unit_keys for part in parts)
         self.takes_unit_keys = self.unit_keys and not any(part.reads for part in parts if part.axis != "normalizer")
         grouping = None if self.family is not None else self.grouping
-        self._chooses = grouping is not None and grouping.chooses
+        self._chooses_heads = grouping is not None and grouping.chooses
         shared = any(part.reshapes for part in parts) if dims is None else dims.kv_heads < dims.num_heads
-        self._shares = grouping is not None and not self._chooses and shared
+        self._grouped = grouping is not None and not self._chooses_heads and shared  # see `Normalizer.forward`
         self._perturbs = grouping is not None and grouping.needs_weights
-        self._around = [part.axis for part in parts if part.axis in ("score_mod", "output")]
+        self._wrappers = [part.axis for part in parts if part.axis in ("score_mod", "output")]  # of the normalizer
+        self._key_features = parts[0].key_features  # only a family has them, and is the only part
         self._learns = any(part.learnable for part in parts)
+        # Names of parts that cannot do something, or need something; `_check` and `decode` raise errors with them.
         self._no_causal = [f"'{part.name}' cannot be causal: {part.causal_reason}" for part in parts if not part.causal]
         self._no_cache = [part.name for part in parts if not part.cached]
         self._no_dropout = [part.name for part in parts if not part.dropout]
-        self._mixing = [part.name for part in parts if "tokens" in part.reads]
+        self._needs_tokens = [part.name for part in parts if "tokens" in part.reads]
         self._needs_input = [part.name for part in parts if part.needs_input]
-        special = self._key_features, self._shares, self._chooses, self._no_causal, self._mixing, self._needs_input
-        self._is_plain = not any(special)
+        special = self._key_features, self._grouped, self._chooses_heads, self._no_causal, self._needs_tokens
+        self._is_plain = not any((*special, self._needs_input))  # `_check` may compare only the shapes of q, k and v
 
     def forward(
         self,
@@ -158,12 +163,12 @@ class Mechanism(CheckpointGuard):
             InputError: a shape or type does not fit; the message names it.
             UnsupportedError: the mechanism cannot be causal, has no weights to drop, or needs the keys as they were.
         """
-        mask = self._check(q, k, v, attn_mask, is_causal, dropout_p, 0, unit_keys, x=x)
+        mask = self._check(q, k, v, attn_mask, is_causal, dropout_p, unit_keys=unit_keys, x=x)
         if self.family is not None:
             return self.family(q, k, v, key_mask=self._key_mask(mask), is_causal=is_causal)  # type: ignore[no-any-return]
         normalizer, q, k, v, scale = self._prepare(q, k, v, mask, is_causal, unit_keys=unit_keys, x=x)
         out: Tensor = normalizer(
-            q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=self._shares
+            q, k, v, scale=scale, mask=mask, is_causal=is_causal, dropout_p=dropout_p, grouped=self._grouped
         )
         if out.requires_grad:
             name_second_derivative(out, self._name)
@@ -184,8 +189,10 @@ class Mechanism(CheckpointGuard):
         """Return the normalizer, and the q, k, v, with those of a cache, and factor that it gets from the score."""
         score, normalizer = callables(self._modules["score"], self._modules["normalizer"])
         head = None  # the key/value head of each query head [H]; None: equal consecutive groups
-        if self._chooses:
-            new = mask if mask is None or cache is None or mask.shape[-1] == 1 else mask[..., cache.tokens :]
+        if self._chooses_heads:
+            new = mask  # its columns for the keys in k; those for cached keys come first
+            if mask is not None and cache is not None and mask.shape[-1] > 1:
+                new = mask[..., cache.tokens :]
             head = self.grouping(k, q.shape[1], new)
         q, k, scale = score(q, k, v, mask=mask, is_causal=is_causal, head=head, cache=cache, unit_keys=unit_keys)
         if cache is not None:
@@ -194,7 +201,7 @@ class Mechanism(CheckpointGuard):
             k, v = k.index_select(1, head), v.index_select(1, head)
         if self._perturbs:
             normalizer = functools.partial(normalizer, perturb=self.grouping.perturb)
-        for axis in self._around:
+        for axis in self._wrappers:
             normalizer = functools.partial(self._modules[axis], normalizer, x=x, cache=cache)  # type: ignore[arg-type, misc]
         return normalizer, q, k, v, scale
 
@@ -246,7 +253,7 @@ class Mechanism(CheckpointGuard):
                 "(need_weights=False)"
             )
         normalizer, q, k, v, scale = self._prepare(q, k, v, mask, is_causal, x=x)
-        how = {"scale": scale, "dropout_p": dropout_p, "grouped": self._shares, "residual": residual}
+        how = {"scale": scale, "dropout_p": dropout_p, "grouped": self._grouped, "residual": residual}
         return normalizer(q, k, v, mask=mask, is_causal=is_causal, need_weights=True, **how)  # type: ignore[no-any-return]
 
     def decode(
@@ -294,7 +301,7 @@ class Mechanism(CheckpointGuard):
                 raise
         else:
             normalizer, q, k, v, scale = self._prepare(q, k, v, mask, True, cache=cache, x=x)
-            how = {"scale": scale, "dropout_p": dropout_p, "grouped": self._shares}
+            how = {"scale": scale, "dropout_p": dropout_p, "grouped": self._grouped}
             out = normalizer(q, k, v, mask=mask, is_causal=True, **how)
         cache.tokens += n
         return out
@@ -306,7 +313,7 @@ class Mechanism(CheckpointGuard):
             UnsupportedError: the logits depend on more than queries and keys.
         """
         more = self.family is not None or "tokens" in self.score.reads or self.score.stateful
-        if more or self.chained or "score_mod" in self._around:
+        if more or self.chained or "score_mod" in self._wrappers:
             raise UnsupportedError(f"attention '{self.config}' has no logits that queries and keys determine")
         grouped = q.shape[1] != k.shape[1]
         q, k, scale = self.score(q, k, k, mask=None, is_causal=False)
@@ -385,12 +392,14 @@ class Mechanism(CheckpointGuard):
                 f"attention '{self.config}': '{self._no_dropout[0]}' has no weights to drop; set the attention "
                 "dropout to 0"
             )
+        # Outside of the kernel operations broadcast, which fixes each size that is 1 in the example.
         if exporting and (self._learns or not self.fused or (weights and is_one_in_example(q.shape[0]))):
             refuse_one_token(self.config, q.shape[2], k.shape[2])
-        if self._mixing and tokens_are_divided():
+        if self._needs_tokens and tokens_are_divided():
             raise UnsupportedError(
-                f"attention '{self.config}': '{self._mixing[0]}' needs all tokens, and under torch's context_parallel "
-                "a rank has some of them; choose a score such as quest or qknorm with softmax and mha, gqa, mqa or dgqa"
+                f"attention '{self.config}': '{self._needs_tokens[0]}' needs all tokens, and under torch's "
+                "context_parallel a rank has some of them; choose a score such as quest or qknorm with softmax and "
+                "mha, gqa, mqa or dgqa"
             )
         if mask is not None:
             mask = plain_mask(mask, q.device)
@@ -432,17 +441,17 @@ class Mechanism(CheckpointGuard):
             raise InputError(f"k has head_dim {key_dim}; expected {expected}")
         if groups_v != groups or m_v != m:
             raise InputError(f"k has (heads, tokens) {(groups, m)} but v has {(groups_v, m_v)}")
-        for part in self.config.components if n > m + cached else ():
-            if part.axis in ("score_mod", "output") and not part.cross:
+        for part in self.config.components:
+            if n > m + cached and part.axis in self._wrappers and not part.cross:
                 raise InputError(f"q has {n} tokens and k has {m + cached}; '{part.name}' needs those of one sequence")
         if not 0 <= dropout_p < 1:
             raise InputError(f"dropout_p is {dropout_p}; expected a probability in [0, 1)")
         why = None
         if self.family is not None:
             why = None if heads == groups else f"q has {heads} heads and k has {groups}"
-        elif heads != groups or self._shares or self._chooses:
-            shares = self.head_share[1]
-            why = self.grouping.mismatch(heads * shares, groups * shares)
+        elif heads != groups or self._grouped or self._chooses_heads:
+            ranks = self.head_share[1]
+            why = self.grouping.mismatch(heads * ranks, groups * ranks)
         if why:
             raise InputError(f"attention '{self.config}': {why}")
         if mask is not None:
@@ -480,6 +489,7 @@ class Mechanism(CheckpointGuard):
 
 
 def _refuse_state(config: AttentionConfig) -> None:
+    """Raise ConfigError if a part has parameters or a state, which needs a Mechanism with sizes."""
     for part in config.components:
         if part.learnable or part.stateful or part.chained:
             keeps = "learnable parameters" if part.learnable else "a state"
@@ -549,42 +559,44 @@ def attention(
         InputError: wrong shapes, types or mask.
         UnsupportedError: as in `Mechanism.forward`.
     """
-    given = attention if type(attention) is str else _items(attention)
-    mechanism: Mechanism = getattr(_SHARED, _place(given))
+    spec = attention if type(attention) is str else _as_constant(attention)  # a name takes one call less
+    mechanism: Mechanism = getattr(_SHARED, _shared_name(spec))
     return mechanism.forward(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
 
 
 def shared_mechanism(attention: AttentionSpec) -> Mechanism:
     """Return the mechanism of `attention`, in evaluation, shared by all callers; ConfigError if it keeps anything."""
-    return getattr(_SHARED, _place(_items(attention)))  # type: ignore[no-any-return]
+    return getattr(_SHARED, _shared_name(_as_constant(attention)))  # type: ignore[no-any-return]
 
 
 _SHARED = SimpleNamespace()
-"""The latest `MOST` mechanisms of `shared_mechanism`, each an attribute that is named by its text in hexadecimal.
+"""The latest `MOST_SHARED` mechanisms of `shared_mechanism`; ``_SHARED._33207175657374`` is "quest", in hexadecimal
+after the number of registered mechanisms.
 
-torch.compile guards the attributes that it reads. It would trace into a cache, and no module is a constant in a graph.
+They are attributes because torch.compile guards those that it reads: it would trace into a function with a cache, and
+no module is a constant in a graph.
 """
-MOST = 64
-_attribute = functools.lru_cache(MOST)(lambda text: f"_{text.encode().hex()}")
-_ONE_AT_A_TIME = threading.Lock()
+MOST_SHARED = 64
+_attribute_name = functools.lru_cache(MOST_SHARED)(lambda text: f"_{text.encode().hex()}")
+_LOCK = threading.Lock()
 
 
-def _items(attention: AttentionSpec) -> Any:
+def _as_constant(attention: AttentionSpec) -> Any:
     """Return `attention` with a mapping as a tuple, whose contents torch.compile compares with those of each call."""
     return tuple(attention.items()) if isinstance(attention, Mapping) else attention
 
 
 @constant_result  # parsing reads entry points, which cannot be traced
-def _place(given: Any) -> str:
-    """Return the name of the attribute of _SHARED that `given` means; make it if it is missing."""
-    if type(given) is tuple and all(type(item) is tuple for item in given):  # of `_items`
-        given = dict(given)
-    given = given if isinstance(given, str) else AttentionConfig.parse(given)
-    name, made = _attribute(f"{registry.registrations} {given}"), _SHARED.__dict__
+def _shared_name(spec: Any) -> str:
+    """Return the name of the attribute of _SHARED that holds the mechanism of `spec`; make it if it is missing."""
+    if type(spec) is tuple and all(type(item) is tuple for item in spec):  # of `_as_constant`
+        spec = dict(spec)
+    spec = spec if isinstance(spec, str) else AttentionConfig.parse(spec)
+    name, made = _attribute_name(f"{registry.registrations} {spec}"), _SHARED.__dict__
     if name not in made:
-        new = Mechanism(given).eval()
-        with _ONE_AT_A_TIME:
-            while len(made) >= MOST:
+        new = Mechanism(spec).eval()
+        with _LOCK:
+            while len(made) >= MOST_SHARED:
                 del made[next(iter(made))]
             made[name] = new
     return name
