@@ -80,15 +80,18 @@ def is_exporting_to_onnx() -> bool:
     return bool(torch.onnx.is_in_onnx_export())
 
 
-def traces_onnx(counts: str | None = None) -> bool:
-    """Return whether torch.onnx.export(dynamo=False) records this code; UnsupportedError if `counts` its keys."""
-    traced = bool(is_tracing()) and is_exporting_to_onnx()
-    if traced and counts:
+def is_traced_to_onnx() -> bool:
+    """Return whether torch.onnx.export(dynamo=False) records this code."""
+    return bool(is_tracing()) and is_exporting_to_onnx()
+
+
+def refuse_to_count_keys(attention: str) -> None:
+    """Raise UnsupportedError if torch.onnx.export(dynamo=False) records this code, because it fixes numbers of keys."""
+    if is_traced_to_onnx():
         raise UnsupportedError(
-            f"attention '{counts}' counts its keys, and torch.onnx.export(dynamo=False) fixes their number; say "
+            f"attention '{attention}' counts its keys, and torch.onnx.export(dynamo=False) fixes their number; say "
             "dynamo=True"
         )
-    return traced
 
 
 # Whether torch.export or torch.onnx runs this code, PyTorch 2.7; before, whether torch.onnx does.
@@ -137,8 +140,8 @@ def is_same(one: Tensor, other: Tensor) -> bool:
     return may_read(one, waits=True) and may_read(other, waits=True) and one.data_ptr() == other.data_ptr()
 
 
-def callables(one: Any, other: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the `forward` of two modules, or the modules themselves if a hook or a recorder needs the call.
+def without_hooks(one: Any, other: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the `forward` of each of two modules, or the modules themselves if a hook or a recorder needs the call.
 
     nn.Module.__call__ takes a microsecond to find out that it has nothing to do.
     """

@@ -17,7 +17,6 @@ from .cache import Cache
 from .checkpoints import CheckpointGuard
 from .compat import (
     autocast_dtype,
-    callables,
     constant_result,
     is_exporting_graph,
     is_one_in_example,
@@ -27,6 +26,7 @@ from .compat import (
     same_random_state,
     tokens_are_divided,
     transform,
+    without_hooks,
 )
 from .config import AttentionConfig, AttentionSpec
 from .errors import ConfigError, InputError, UnsupportedError
@@ -187,7 +187,7 @@ class Mechanism(CheckpointGuard):
         x: Tensor | None = None,
     ) -> tuple[Callable[..., Any], Tensor, Tensor, Tensor, float]:
         """Return the normalizer, and the q, k, v, with those of a cache, and factor that it gets from the score."""
-        score, normalizer = callables(self._modules["score"], self._modules["normalizer"])
+        score, normalizer = without_hooks(self._modules["score"], self._modules["normalizer"])
         head = None  # the key/value head of each query head [H]; None: equal consecutive groups
         if self._chooses_heads:
             new = mask  # its columns for the keys in k; those for cached keys come first

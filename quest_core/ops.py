@@ -30,7 +30,7 @@ def unit(x: Tensor) -> Tensor:
     x = x.transpose(1, 2) if turned else x
     # The hand-written derivative takes half the time of the recorded one. Transforms and compilers need the formula.
     by_hand = x.requires_grad and torch.is_grad_enabled() and is_eager()
-    out = (_unit if by_hand else _divide)(x)[0]
+    out = (_unit_by_hand if by_hand else _divide)(x)[0]
     return out.transpose(1, 2) if turned else out
 
 
@@ -63,14 +63,14 @@ class _Unit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_inverse: Tensor | None) -> Tensor | None:
         out, inverse = ctx.saved_tensors
-        total = None if grad is None else _slope(grad, out, inverse)
+        total = None if grad is None else _unit_gradient(grad, out, inverse)
         if grad_inverse is not None:  # d 1/‖x‖ = −(dx·x̄) / ‖x‖²
             change = -grad_inverse * inverse.square() * out.to(inverse.dtype)
             total = change if total is None else total + change
         return total if total is None or total.dtype == out.dtype else total.to(out.dtype)
 
 
-def _slope(grad: Tensor, out: Tensor, inverse: Tensor) -> Tensor:
+def _unit_gradient(grad: Tensor, out: Tensor, inverse: Tensor) -> Tensor:
     """Return the gradient (dx − (dx·x̄) x̄) / ‖x‖ [..., D], for dx = `grad`, x̄ = `out` and 1 / ‖x‖ = `inverse`."""
     if not (out.is_cpu or out.dtype == inverse.dtype or torch.is_grad_enabled()):  # half the memory traffic on a GPU
         scaled = inverse * grad
@@ -81,13 +81,13 @@ def _slope(grad: Tensor, out: Tensor, inverse: Tensor) -> Tensor:
     if plain and wide.numel() > SMALL:
         # The derivative of weight normalization, with v = x̄ and g = 1 / ‖x‖: one pass over the memory instead of five.
         rows = [x.reshape(-1, x.shape[-1]).contiguous() for x in (grad.to(wide.dtype), wide, inverse)]
-        slope: Tensor = torch.ops.aten._weight_norm_interface_backward.default(*rows, torch.ones_like(rows[2]), 0)[0]
-        return slope.view(out.shape)
+        found: Tensor = torch.ops.aten._weight_norm_interface_backward.default(*rows, torch.ones_like(rows[2]), 0)[0]
+        return found.view(out.shape)
     along = inverse * (wide * grad).sum(-1, keepdim=True)
     return (inverse * grad).addcmul(wide, along, value=-1)
 
 
-_unit: Callable[[Tensor], tuple[Tensor, Tensor]] = _Unit.apply
+_unit_by_hand: Callable[[Tensor], tuple[Tensor, Tensor]] = _Unit.apply
 
 
 def widen(x: Tensor) -> Tensor:
@@ -248,7 +248,7 @@ def block_rows(n: int, weights: int) -> int | None:
 
 
 def recompute(formula: Callable[..., Tensor], *tensors: Tensor | None, random: bool = False) -> Tensor:
-    """Return formula(*tensors), of which the backward pass finds nothing kept; `random` repeats its random numbers."""
+    """Return formula(*tensors); the backward pass computes it again, with the same random numbers if `random`."""
     out: Tensor = checkpoint(formula, *tensors, use_reentrant=False, preserve_rng_state=random)
     return out
 
@@ -272,17 +272,17 @@ def in_blocks(
         is_causal: blocks get only the keys that their last query sees, so that each is a causal problem of its own.
     """
     n, m = q.shape[2], k.shape[2]
-    dtypes, found, stop = (k.dtype, v.dtype), [], 0
+    k_dtype, v_dtype, found, stop = k.dtype, v.dtype, [], 0
 
-    def narrow(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        return formula(q, k.to(dtypes[0]), v.to(dtypes[1]), mask)
+    def in_given_dtypes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return formula(q, k.to(k_dtype), v.to(v_dtype), mask)
 
-    k, v = k.to(wider(k.dtype)), v.to(wider(v.dtype))  # their gradients are sums over blocks
+    k, v = widen(k), widen(v)  # because their gradients are sums over blocks
     queries = q.split(step, 2)
     masks = [mask] * len(queries) if mask is None or mask.shape[-2] == 1 else mask.split(step, -2)
     for rows, part in zip(queries, masks, strict=True):
         stop += rows.shape[2]
         seen = slice(max(stop + m - n, 0) if is_causal else m)
         part = part if part is None or part.shape[-1] == 1 else part[..., seen]
-        found.append(recompute(narrow, rows, k[:, :, seen], v[:, :, seen], part, random=random))
+        found.append(recompute(in_given_dtypes, rows, k[:, :, seen], v[:, :, seen], part, random=random))
     return torch.cat(found, 2)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..compat import is_exporting, is_exporting_to_onnx, is_tracing, no_autocast, traces_onnx
+from ..compat import is_exporting, is_exporting_to_onnx, is_tracing, no_autocast, refuse_to_count_keys
 from ..errors import ConfigError, InputError, UnsupportedError
 from ..ops import block_rows, local, recompute, widen
 from ..registry import Option, register
@@ -210,7 +210,7 @@ class AttentionFreeConv(AttentionFree):
     def _extents(self, count: int) -> list[int]:
         """Return the extents of the grid that `count` tokens fill."""
         if is_exporting():
-            traces_onnx("aft-conv")
+            refuse_to_count_keys("aft-conv")
             dynamic = isinstance(count, torch.SymInt) or is_exporting_to_onnx()  # which may fix a dynamic length
             if dynamic and self.grid is None and self.axes > 1:
                 raise UnsupportedError(

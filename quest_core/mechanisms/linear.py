@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache import Cache
-from ..compat import is_compiling, is_eager, is_exporting, is_tracing, no_autocast, traces_onnx
+from ..compat import is_compiling, is_eager, is_exporting, is_tracing, no_autocast, refuse_to_count_keys
 from ..ops import local, result_type, unit, widen
 from ..registry import register
 from . import naive
@@ -75,7 +75,7 @@ class Cosine(Linear):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, is_causal: bool, cache: Cache | None
     ) -> Tensor:
-        traces_onnx("cosine")
+        refuse_to_count_keys("cosine")
         seen, n, m = _visible(k, key_mask), q.shape[2], k.shape[2]
         count = seen.sum(-1, keepdim=True)  # [B, 1]
         if cache is not None:
@@ -103,7 +103,7 @@ def _feature(x: Tensor) -> Tensor:
     # Without clamp, whose derivative at its bound is 0 in PyTorch 2.15 and 1 before; here φ'(0) = 1.
     # The derivative written by hand takes half the passes of the recorded one.
     by_hand = x.requires_grad and torch.is_grad_enabled() and is_eager()
-    return _by_hand(x) if by_hand else (x - x.relu()).exp() + x.relu()
+    return _feature_by_hand(x) if by_hand else (x - x.relu()).exp() + x.relu()
 
 
 class _Feature(torch.autograd.Function):
@@ -121,7 +121,7 @@ class _Feature(torch.autograd.Function):
         return (torch.where(out > 1, 1.0, out) if torch.is_grad_enabled() else out.clamp(max=1)) * grad
 
 
-_by_hand: Callable[[Tensor], Tensor] = _Feature.apply
+_feature_by_hand: Callable[[Tensor], Tensor] = _Feature.apply
 
 
 def _visible(k: Tensor, key_mask: Tensor | None) -> Tensor:
@@ -169,7 +169,7 @@ def _scan(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None) -> Tensor:
 
     Shapes as in `_sum_keys`; before [B, H, D, E], None for zero.
     """
-    traces_onnx("linear")
+    refuse_to_count_keys("linear")
     n, m = q.shape[2], k.shape[2]
     # Dynamo takes symbols for int too, and in PyTorch 2.5 it has no sym_max of numbers.
     plain = is_tracing() or (isinstance(n, int) and isinstance(m, int))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..compat import VERSION, is_exporting, size, traces_onnx, transform, wider
+from ..compat import VERSION, is_exporting, is_traced_to_onnx, refuse_to_count_keys, size, transform, wider
 from ..ops import apply_weights, block_rows, drop, in_blocks, logits, merge_causal, narrow, visible, widen
 from ..registry import Option, register
 from . import naive
@@ -68,7 +68,7 @@ class Softmax(Normalizer):
             mask = mask if mask.dtype == torch.bool else narrow(mask, q.dtype)
         # Of the fused kernels, only that of the CPU takes shared heads with a mask; that of PyTorch 2.5 takes none.
         shares = VERSION >= (2, 6) if q.is_cpu else mask is None
-        if grouped and (not shares or traces_onnx()):
+        if grouped and (not shares or is_traced_to_onnx()):
             share = size(q, 1) // size(k, 1)
             k, v, grouped = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1), False
         batch, head, token, feature = q.stride()
@@ -115,7 +115,7 @@ class Sigmoid(Normalizer):
         if mask is not None and mask.dtype != torch.bool:
             shifted = shifted + mask
         if self.bias is None:
-            traces_onnx("sigmoid")
+            refuse_to_count_keys("sigmoid")
             count = seen.sum(-1, keepdim=True).clamp(min=1).to(shifted.dtype)  # [B, H, N, 1] at most
             shifted = shifted - count.log().expand_as(shifted)  # as `expand_mask`
         else:

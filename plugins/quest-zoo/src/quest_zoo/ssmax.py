@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quest_core import Option, register
-from quest_core.compat import traces_onnx
+from quest_core.compat import refuse_to_count_keys
 from quest_core.mechanisms import Dims, local, wider
 from quest_core.mechanisms.scores import SCALE, Standard
 from quest_core.ops import merge_causal, visible
@@ -31,7 +31,7 @@ class SSMax(Standard):
         self.slope = nn.Parameter(torch.full((dims.num_heads,), init))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, is_causal: bool, **how: Any) -> Any:
-        traces_onnx("ssmax")
+        refuse_to_count_keys("ssmax")
         cache = how.get("cache")
         m = k.shape[2] + (0 if cache is None else cache.tokens)
         both = merge_causal(mask, q.shape[2], m, q.device) if is_causal else mask
