@@ -71,18 +71,23 @@ class Option:
 
     def check(self, value: Any, owner: str) -> Any:
         """Return `value` as this option's type; raise ConfigError naming the key, the value and what is allowed."""
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        good: Any = None  # until `value` fits
-        if self.kind is int and number and (isinstance(value, int) or value.is_integer()):
-            good = int(value)
-        elif self.kind is float and number and abs(value) < 1e308:
-            good = float(value)
-        elif self.kind in (bool, str) and isinstance(value, self.kind) and (not self.choices or value in self.choices):
-            good = self.kind(value) if self.kind is bool or not set("(),;") & set(str(value)) else None
-        low = good is not None and self.minimum is not None and good < self.minimum
-        if low or (good is None and not (value is None and self.nullable)):
+        if value is None and self.nullable:
+            return None
+        if not self._allows(value):
             raise ConfigError(f"attention '{owner}': option '{self.name}' is {value!r}, but takes {self.allowed}")
-        return good
+        return self.kind(value)
+
+    def _allows(self, value: Any) -> bool:
+        """Return whether `value` is one of `allowed`; a float without fraction is a whole number."""
+        if self.kind is bool:
+            return isinstance(value, bool)
+        if self.kind is str:
+            fits = isinstance(value, str) and not set("(),;") & set(value)
+            return fits and (not self.choices or value in self.choices)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e308:
+            return False
+        whole = isinstance(value, int) or value.is_integer()
+        return (self.kind is float or whole) and (self.minimum is None or value >= self.minimum)
 
 
 @dataclass(frozen=True)
