@@ -20,12 +20,12 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
 from .errors import ConfigError, one_of
 from .mechanisms.base import Dims
-from .registry import AXES, Component, find, mechanisms
+from .registry import AXES, Component, Option, find, mechanisms
 
 C = TypeVar("C", bound=Component)
 DEFAULTS = {"score": "standard", "normalizer": "softmax", "grouping": "mha"}
@@ -41,7 +41,7 @@ class AttentionConfig:
     """
 
     parts: tuple[tuple[str, str], ...]
-    options: tuple[tuple[str, Any], ...] = field(default=())
+    options: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
     def parse(cls, spec: AttentionSpec) -> AttentionConfig:
@@ -205,7 +205,21 @@ def _write_value(value: Any) -> str:
 
 
 def _validate(names: list[str], options: list[tuple[str, Any]]) -> AttentionConfig:
+    """Return the configuration of what `_read_text` has read, or of the items of a mapping."""
     written = "+".join(names)
+    chosen = _choose(written, names, shares_heads=any(key in ("kv_heads", "ratio") for key, _ in options))
+    checked: dict[str, Any] = {}
+    for given, value in options:
+        key, option = _find_option(written, given, chosen.values())
+        if key in checked:
+            raise ConfigError(f"attention '{written}': option '{key}' is given twice; keep one")
+        checked[key] = option.check(value, written)
+    parts = tuple((axis, component.name) for axis, component in chosen.items())
+    return AttentionConfig(parts, tuple(sorted(checked.items())))
+
+
+def _choose(written: str, names: list[str], *, shares_heads: bool) -> dict[str, type[Component]]:
+    """Return the component of each axis in the order of AXES; if one `shares_heads`, the default grouping is gqa."""
     chosen: dict[str, type[Component]] = {}
     for component in map(find, names):
         axis = component.axis
@@ -215,35 +229,31 @@ def _validate(names: list[str], options: list[tuple[str, Any]]) -> AttentionConf
                 f"'{component.name}'; keep one"
             )
         chosen[axis] = component
-    if "family" not in chosen:
-        if "grouping" not in chosen and any(key in ("kv_heads", "ratio") for key, _ in options):
-            chosen["grouping"] = find("gqa")
-        chosen = {axis: find(name) for axis, name in DEFAULTS.items()} | chosen
-        chosen = {axis: chosen[axis] for axis in AXES if axis in chosen}
-    elif len(chosen) > 1:
-        others = ", ".join(f"'{component.name}'" for axis, component in chosen.items() if axis != "family")
-        raise ConfigError(
-            f"attention '{written}': '{chosen['family'].name}' never forms attention weights, so it is not combined; "
-            f"drop {others}"
-        )
-    checked: dict[str, Any] = {}
-    for given, value in options:
-        owner, _, key = given.rpartition(".")
-        owners = {c.name: o for c in chosen.values() for o in c.options if o.name == key}
-        found = {name: option for name, option in owners.items() if owner in ("", name)}
-        if not found:
-            raise ConfigError(f"attention '{written}' has no option '{given}'; {_nearest(key, chosen.values())}")
-        if len(found) > 1:
-            ways = " or ".join(f"'{name}.{key}'" for name in found)
-            raise ConfigError(f"attention '{written}': option '{key}' belongs to {len(found)} parts; write {ways}")
-        [(name, option)] = found.items()
-        stored = key if len(owners) == 1 else f"{name}.{key}"
-        if stored in checked:
-            raise ConfigError(f"attention '{written}': option '{stored}' is given twice; keep one")
-        checked[stored] = option.check(value, written)
-    return AttentionConfig(
-        tuple((axis, component.name) for axis, component in chosen.items()), tuple(sorted(checked.items()))
-    )
+    if "family" in chosen:
+        if len(chosen) > 1:
+            others = ", ".join(f"'{component.name}'" for axis, component in chosen.items() if axis != "family")
+            raise ConfigError(
+                f"attention '{written}': '{chosen['family'].name}' never forms attention weights, so it is not "
+                f"combined; drop {others}"
+            )
+        return chosen
+    defaults = DEFAULTS | ({"grouping": "gqa"} if shares_heads else {})
+    chosen = {axis: find(name) for axis, name in defaults.items()} | chosen
+    return {axis: chosen[axis] for axis in AXES if axis in chosen}
+
+
+def _find_option(written: str, given: str, chosen: Iterable[type[Component]]) -> tuple[str, Option]:
+    """Return the option that "alpha" or "entmax.alpha" means, and its one name: "alpha" if no other part has one."""
+    owner, _, key = given.rpartition(".")
+    owners = {component.name: o for component in chosen for o in component.options if o.name == key}
+    found = {name: option for name, option in owners.items() if owner in ("", name)}
+    if not found:
+        raise ConfigError(f"attention '{written}' has no option '{given}'; {_nearest(key, chosen)}")
+    if len(found) > 1:
+        ways = " or ".join(f"'{name}.{key}'" for name in found)
+        raise ConfigError(f"attention '{written}': option '{key}' belongs to {len(found)} parts; write {ways}")
+    [(name, option)] = found.items()
+    return key if len(owners) == 1 else f"{name}.{key}", option
 
 
 def _nearest(key: str, chosen: Iterable[type[Component]]) -> str:
