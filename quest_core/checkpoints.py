@@ -117,7 +117,7 @@ class CheckpointGuard(nn.Module):
 
     attention_is_not_standard: Tensor | None  # the configuration, encoded; None for `standard`
     attention_from: AttentionConfig | None  # the attention of a checkpoint to be loaded, if it is meant to differ
-    verdict: tuple[Any, bool]  # a load that `compare_layers` has seen, and whether the state dict fits as it is
+    verdict: tuple[Any, bool]  # the missing keys of a load that `compare_layers` has seen; whether its tensors fit
 
     def __init__(self, config: AttentionConfig, *, keeps: bool) -> None:
         """Register the buffer, unless the module `keeps` nothing in a state dict."""
@@ -136,7 +136,8 @@ class CheckpointGuard(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         own, key = self.attention_is_not_standard, prefix + ENTRY
-        if self.verdict[0] is not arguments[2]:  # the list of missing keys: no module around has compared this load
+        _, _, missing_keys, *_ = arguments
+        if self.verdict[0] is not missing_keys:  # no module around has compared this load
             compare_layers(self, state_dict, prefix, *arguments)
         fits, self.verdict = self.verdict[1], (None, True)
         if not fits:
@@ -161,27 +162,47 @@ def compare_layers(
 
     CheckpointError if a layer has another attention. `missing_keys` is PyTorch's list, one object per load.
     """
-    given = {_WRAPPERS.sub("", key): value for key, value in state_dict.items()}
+    given = {_unwrap(key): value for key, value in state_dict.items()}
     modules = dict(module.named_modules(prefix=prefix[:-1], remove_duplicate=False))
     for path, guard in modules.items():
         if not isinstance(guard, CheckpointGuard) or guard.verdict[0] is missing_keys:
             continue
-        layer = path.rpartition(".")[0]
-        while layer and layer.rpartition(".")[0] in modules and not _weights(modules[layer], layer, path):
-            layer = layer.rpartition(".")[0]  # such as the module around one that only calls the attention
+        layer, where = _layer_around(path, modules), _unwrap(path)
+        # If the mechanism loads by itself, PyTorch has come to its layer before, and lists what is missing there.
         weights = _weights(modules[layer], layer, path) if layer in modules else missing_keys
-        missing = [name for name in (_WRAPPERS.sub("", name) for name in weights) if name not in given]
-        where, layer = (_WRAPPERS.sub("", f"{name}.")[:-1] for name in (path, layer))
+        missing = [name for name in map(_unwrap, weights) if name not in given]
         entry = given.get(f"{where}.{ENTRY}" if where else ENTRY)
         if entry is guard.attention_is_not_standard and not missing_keys:
             entry = None  # set_model_state_dict(full_state_dict=True) fills in the model's own tensors
-        fits = entry is None and _lacks_weights(layer, where, given, missing)
+        fits = entry is None and _lacks_weights(_unwrap(layer), where, given, missing)
         guard.verdict = missing_keys, fits or compare(entry, guard.config, guard.attention_from, where, missing_keys)
-    kept = {_WRAPPERS.sub("", f"{path}.")[:-1] for path, module in modules.items() if not hasattr(module, "mechanism")}
+    _refuse_entries_of_hosts(modules, given)
+
+
+def _refuse_entries_of_hosts(modules: Mapping[str, nn.Module], given: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a state dict names the attention of a module that has the host's own."""
+    hosts = {_unwrap(path) for path, module in modules.items() if not hasattr(module, "mechanism")}
     meant = {module.attention_from for module in modules.values() if isinstance(module, CheckpointGuard)}
-    for key in [key for key in given if key.endswith(f".mechanism.{ENTRY}")]:
-        if key.removesuffix(f".mechanism.{ENTRY}") in kept and AttentionConfig.parse(decode(given[key])) not in meant:
-            raise unexpected_entry(key, given[key], "the host")
+    for key, entry in given.items():
+        path, named, _ = key.partition(f".mechanism.{ENTRY}")
+        if named and path in hosts and AttentionConfig.parse(decode(entry)) not in meant:
+            raise unexpected_entry(key, entry, "the host")
+
+
+def _unwrap(path: str) -> str:
+    """Return a path of a module or tensor without what PyTorch's wrappers add to it."""
+    return _WRAPPERS.sub("", f"{path}.")[:-1]
+
+
+def _layer_around(mechanism: str, modules: Mapping[str, nn.Module]) -> str:
+    """Return the path of the nearest module around a mechanism that has weights, or of the outermost of `modules`.
+
+    It is "layers.0.attn" for "layers.0.attn.mechanism", but not a module that only calls the attention.
+    """
+    layer = mechanism.rpartition(".")[0]
+    while layer and (outer := layer.rpartition(".")[0]) in modules and not _weights(modules[layer], layer, mechanism):
+        layer = outer
+    return layer
 
 
 def _weights(module: nn.Module, path: str, mechanism: str) -> list[str]:
@@ -193,11 +214,12 @@ def _weights(module: nn.Module, path: str, mechanism: str) -> list[str]:
 def _lacks_weights(layer: str, mechanism: str, state_dict: Mapping[str, Any], missing: Iterable[str]) -> bool:
     """Return whether a state dict has no weights of `layer`: the layer is new, or the file holds only LoRA adapters."""
     start = f"{layer}." if layer else ""
-    held, lacked = (  # names of children and parameters
-        {key[len(start) :].partition(".")[0] for key in keys if key.startswith(start)}
-        for keys in (state_dict, [key for key in missing if key.endswith("weight")])
-    )
-    return bool(lacked) and held - {mechanism[len(start) :].partition(".")[0]} <= lacked
+
+    def children(keys: Iterable[str]) -> set[str]:
+        return {key[len(start) :].partition(".")[0] for key in keys if key.startswith(start)}
+
+    lacking = children(key for key in missing if key.endswith("weight"))
+    return bool(lacking) and children(state_dict) - children([mechanism]) <= lacking
 
 
 def compare_before_loading(model: nn.Module) -> None:
