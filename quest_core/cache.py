@@ -44,8 +44,9 @@ class Cache:
         self.tokens = 0
         self._memory: dict[str, Tensor] = {}  # [B, G, capacity, D], of which the first `tokens` are filled
         self.states: dict[str, Tensor] = {}  # a step puts a new dict in its place
-        self._attention: object = ""
         self._owner: Any = None  # the mechanism whose tokens these are
+        self._attention: object = ""  # its configuration, which copies keep
+        # Batch, heads, features, type and device of "k" and "v".
         self._shapes: dict[str, tuple[int, int, int, torch.dtype, torch.device]] = {}
         self._in_place = True  # whether the memory is this cache's own, so that a step may write into it
 
@@ -85,7 +86,7 @@ class Cache:
             old = self._shapes.get(name, new)
             if self.tokens and old != new:
                 meanings = ("a batch of {}", "{} heads", "{} features per head", "type {}", "device {}")
-                text, have, got = next(x for x in zip(meanings, old, new, strict=True) if x[1] != x[2])
+                text, have, got = next(row for row in zip(meanings, old, new, strict=True) if row[1] != row[2])
                 raise InputError(
                     f"the cache holds {text.format(have)}, the new tokens are {got} ({name} of attention "
                     f"'{mechanism.config}'); start a new Cache, or reorder() this one if its batch has changed"

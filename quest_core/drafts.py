@@ -52,21 +52,12 @@ def draft(module: nn.Module, kind: type[Any] | None = None) -> Any:
 def assign(made: nn.Module) -> None:
     """Turn a module, and those inside it that have drafts, into their drafts."""
     for one in [one for one in made.modules() if is_draft(one)]:
-        module, state = vars(one)[ORIGIN], {name: value for name, value in vars(one).items() if name != ORIGIN}
+        module, state = origin_of(one), {name: value for name, value in vars(one).items() if name != ORIGIN}
         children = state["_modules"]
         children |= {name: origin_of(child) for name, child in children.items() if child is not None}
-        first = module if FORMER not in state else draft(module)  # as the host was
-        was, now = _items(vars(first)), _items(state)
-        state[FORMER] = Former(
-            host_class(module),
-            {name: value for name, value in was.items() if name not in now or now[name] is not value},
-            tuple(now.keys() - was.keys()),
-            tuple((name, key) for name in HOOKS for key in state[name] if key not in vars(first)[name]),
-            any(vars(module)["_parameters"].get(name) is not p for name, p in state["_parameters"].items())
-            or (FORMER in state and state[FORMER].reparametrized),
-        )
-        bound = state["_load_state_dict_pre_hooks"]
-        bound |= {key: type(hook)(hook.hook, module) for key, hook in bound.items() if hook.with_module}
+        state[FORMER] = _former(module, state)
+        hooks = state["_load_state_dict_pre_hooks"]  # some are bound to the draft
+        hooks |= {key: type(hook)(hook.hook, module) for key, hook in hooks.items() if hook.with_module}
         for name in OWNED:  # the module's own dictionaries stay, because handles of hooks refer to them
             own = vars(module)[name]
             own.clear()
@@ -75,6 +66,21 @@ def assign(made: nn.Module) -> None:
         vars(module).clear()
         vars(module).update(state)
         module.__class__ = type(one)
+
+
+def _former(module: nn.Module, state: dict[str, Any]) -> Former:
+    """Return what makes `module`, which is about to get `state`, the host's own again."""
+    earlier: Former | None = state.get(FORMER)  # of an assignment that this one replaces
+    host = module if earlier is None else draft(module)
+    was, now = _attributes_and_children(vars(host)), _attributes_and_children(state)
+    replaced = any(module._parameters.get(name) is not p for name, p in state["_parameters"].items())
+    return Former(
+        kind=host_class(module),
+        values={name: value for name, value in was.items() if name not in now or now[name] is not value},
+        added=tuple(now.keys() - was.keys()),
+        hooks=tuple((name, key) for name in HOOKS for key in state[name] if key not in vars(host)[name]),
+        reparametrized=replaced or (earlier is not None and earlier.reparametrized),
+    )
 
 
 def restore(module: nn.Module) -> None:
@@ -100,14 +106,13 @@ def origin_of(made: nn.Module) -> nn.Module:
     return vars(made).get(ORIGIN, made)  # type: ignore[no-any-return]
 
 
-def _items(state: dict[str, Any]) -> dict[str, Any]:
-    """Return attributes and sub-modules by name."""
+def _attributes_and_children(state: dict[str, Any]) -> dict[str, Any]:
     hidden = {*OWNED, ORIGIN, FORMER}
-    items = {name: value for name, value in state.items() if name not in hidden}
-    return items | dict(state["_modules"])
+    return {name: value for name, value in state.items() if name not in hidden} | dict(state["_modules"])
 
 
 def _undo(state: dict[str, Any], former: Former) -> None:
+    """Give the attributes of a module, `state`, the values that they had before `assign`."""
     for name in former.added:
         state.pop(name, None)
         state["_modules"].pop(name, None)

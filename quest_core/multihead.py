@@ -106,13 +106,11 @@ class MultiheadAttention(Projected, nn.MultiheadAttention):
         # [B, N, H·D], [B, M, G·Dk], [B, M, G·D], or tokens first
         q, k, v = self._project(query, key, value, same_values)
         mask = self._visible(attn_mask, key_padding_mask, batch, n, m, same_tokens=same_tokens)
-        causal = is_causal and (attn_mask is None or n == m)
-        if causal and attn_mask is not None and not need_weights:
-            # The caller says that attn_mask is the causal mask, as PyTorch lets them.
-            if key_padding_mask is None:
-                mask = None
-            elif self.mechanism.family is not None:  # takes masks of keys only
-                mask = self._visible(None, key_padding_mask, batch, n, m, same_tokens=same_tokens)
+        causal = is_causal and (attn_mask is None or n == m)  # else the caller's mask may be aligned at the first query
+        of_keys_only = key_padding_mask is None or self.mechanism.family is not None
+        if causal and attn_mask is not None and not need_weights and of_keys_only:
+            # With is_causal the caller says that attn_mask is the causal mask, so it is left out.
+            mask = self._visible(None, key_padding_mask, batch, n, m, same_tokens=same_tokens)
         q, k, v = (
             x.unflatten(2, (heads, -1)).permute(1 - tokens, 2, tokens, 3)
             for x, heads in ((q, self.num_heads), (k, self.kv_heads), (v, self.kv_heads))

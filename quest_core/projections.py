@@ -4,7 +4,8 @@
         projections = Packed("qkv")  # or Separate("q_proj", "k_proj", "v_proj")
 
 A name is that of a Linear sub-module, or of a parameter of the module itself. Rows are ordered by role (all of q, then
-all of k, then all of v), and by head inside a role; `head_sizes` counts them.
+all of k, then all of v), and by head inside a role; `head_sizes` counts them. With two query heads, one key/value head
+and 64 features per head, `Packed("qkv")` has 256 rows: q in 0 to 127, k in 128 to 191, v in 192 to 255.
 """
 
 from __future__ import annotations
@@ -145,9 +146,8 @@ class Projections:
                     "again to choose another attention"
                 )
         larger = [entry for entry in held if sizes.rows(entry[1]) != sizes.full.rows(entry[1])]
-        # Raises for a weight that cannot be changed before any is.
-        found = [_parameters(module, name, value) for name, _, value in larger]
-        for (name, roles, value), parameters in zip(larger, found, strict=True):
+        # A list, because a weight that cannot be changed raises here, before another is changed.
+        for name, roles, value, parameters in [(*entry, _parameters(module, entry[0], entry[2])) for entry in larger]:
             owner: Any = module if isinstance(value, Tensor) else draft(value)
             for key, old in parameters.items():
                 smaller = _reduce(old.detach(), roles, sizes, fresh=fresh)
