@@ -109,10 +109,10 @@ def allocate(importance: Tensor, num_heads: int, min_queries: int) -> Tensor:
     whole = (share + 1e-9).floor()
     left = free - whole.sum()
     # Nor may it break a tie: fractions of 8/3 and 2/3 are equal.
-    missing = ((whole - share) * 1e9).round()  # [G]
-    before = missing < missing[:, None]  # [G, G]: the columns that come before the row
-    ties = (missing == missing[:, None]).tril(-1)
-    rank = (before | ties).sum(1)  # 0 for the largest fractional part, ties to the lower index
+    fraction = ((share - whole) * 1e9).round()  # [G]
+    larger = fraction > fraction[:, None]  # [G, G]: the columns that come before the row
+    ties = (fraction == fraction[:, None]).tril(-1)
+    rank = (larger | ties).sum(1)  # 0 for the largest fractional part, ties to the lower index
     return (whole + (rank < left)).long() + min_queries
 
 
@@ -303,12 +303,11 @@ class Perturbed(Grouped):
             )
         n, m = weights.shape[2:]
         seen = torch.ones_like(weights, dtype=torch.bool) if mask is None else visible(mask).expand_as(weights)
-        group = (2, 3, 4)  # its heads, queries and keys
-        grouped = weights.detach().unflatten(1, (kv_heads, -1))  # [B, G, H/G, N, M]
-        counted = seen.unflatten(1, (kv_heads, -1))
-        count = counted.sum(group, keepdim=True).clamp(min=1)
-        mean = (grouped * counted).sum(group, keepdim=True) / count  # [B, G, 1, 1, 1]
-        deviation = (((grouped - mean) * counted).square().sum(group, keepdim=True) / count).sqrt()
+        grouped, counted = (x.unflatten(1, (kv_heads, -1)) for x in (weights.detach(), seen))  # [B, G, H/G, N, M]
+        axes = (2, 3, 4)  # the heads of a group, queries and keys
+        count = counted.sum(axes, keepdim=True).clamp(min=1)
+        mean = (grouped * counted).sum(axes, keepdim=True) / count  # [B, G, 1, 1, 1]
+        deviation = (((grouped - mean) * counted).square().sum(axes, keepdim=True) / count).sqrt()
         noise = (mean + deviation * torch.randn_like(grouped)).flatten(1, 2)  # [B, H, N, M]
         same = torch.eye(n, m, dtype=torch.bool, device=weights.device)
         perturbed: Tensor = weights - noise.masked_fill(same | ~seen, 0)
