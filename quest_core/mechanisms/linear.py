@@ -44,6 +44,7 @@ class Linear(Family):
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, is_causal: bool, cache: Cache | None
     ) -> Tensor:
         """Return the output in float32 or wider; a cache changes only where the sums over keys begin."""
+        # A cached sum of earlier keys is not relative to the mask of later ones.
         keys = _hide(_feature(k), _relative(key_mask) if cache is None else key_mask)
         # [v, 1]: the sum of weights comes out of the same products as the weighted sum of values.
         total = _sum_keys(_feature(q), keys, F.pad(widen(v), (0, 1), value=1.0), is_causal, cache)
@@ -76,7 +77,7 @@ class Cosine(Linear):
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, is_causal: bool, cache: Cache | None
     ) -> Tensor:
         refuse_to_count_keys("cosine")
-        seen, n, m = _visible(k, key_mask), q.shape[2], k.shape[2]
+        seen, n, m = _ones_where_visible(k, key_mask), q.shape[2], k.shape[2]
         count = seen.sum(-1, keepdim=True)  # [B, 1]
         if cache is not None:
             total, count = count, seen.cumsum(-1)  # [B, 1], [B, N]
@@ -124,8 +125,8 @@ class _Feature(torch.autograd.Function):
 _feature_by_hand: Callable[[Tensor], Tensor] = _Feature.apply
 
 
-def _visible(k: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Return 1 for each visible key, else 0: [B, M] in float32, which counts them exactly."""
+def _ones_where_visible(k: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Return 1 for each visible key, else 0: [B, M] in float32, whose sums count them exactly."""
     if key_mask is None:
         return k.new_ones(k.shape[0], k.shape[2], dtype=torch.float32)
     seen = key_mask if key_mask.dtype == torch.bool else key_mask > -math.inf

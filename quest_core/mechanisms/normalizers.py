@@ -17,7 +17,7 @@ from . import naive
 from .base import Dims, Normalizer
 
 HIDDEN = -1e30  # sinkhorn's hidden logits: a row or column of them has a finite sum, whose gradient is 0 and not NaN
-# Log factors of sinkhorn's columns [B, H, 1, M]: those that the last step on rows sees, and the last ones.
+# Sinkhorn's log factors c of columns, [B, H, 1, M] or 0: those that the last step on rows sees, and the last ones.
 Columns: TypeAlias = tuple[Tensor | float, Tensor | float]
 IN_BLOCKS = "O(N·M·D) time, O(N + M) memory; O(N·M) under torch.compile, which takes no blocks of queries"
 
@@ -111,7 +111,7 @@ class Sigmoid(Normalizer):
         self.bias = bias
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
-        seen, shifted = _visible(mask, logits), widen(logits)
+        seen, shifted = _seen(mask, logits), widen(logits)
         if mask is not None and mask.dtype != torch.bool:
             shifted = shifted + mask
         if self.bias is None:
@@ -150,6 +150,9 @@ class Sinkhorn(Normalizer):
     each row takes its share of each column.
     """
 
+    # In logarithms: z = l/ε, and weights are exp(z + r + c). A half-step on rows sets r = −logsumexp(z + c) over keys,
+    # one on columns c = log(N/M) − logsumexp(z + r) over queries. Only c is kept, because r follows from it row by row.
+
     cross = dropout = True
     causal_reason = "a lower-triangular doubly stochastic matrix is the identity"
     reads = ("tokens", "queries", "unseen")
@@ -166,14 +169,14 @@ class Sinkhorn(Normalizer):
             return super().forward(q, k, v, mask=mask, **how)
         scale, grouped, dropout_p = how["scale"], how["grouped"], how["dropout_p"]
 
-        def sums(columns: Tensor | float) -> Tensor:
+        def log_sums(columns: Tensor | float) -> Tensor:
             def block(q: Tensor, k: Tensor, _: Tensor, mask: Tensor | None) -> Tensor:
-                return _column_sums(self._mask_logits(logits(q, k, scale, grouped), mask), columns)
+                return _log_column_sums(self._mask_logits(logits(q, k, scale, grouped), mask), columns)
 
             return in_blocks(block, rows, q, k, k[..., :0], mask).logsumexp(2, keepdim=True)
 
         like = q.new_zeros((), dtype=wider(q.dtype)).expand(1, 1, q.shape[2], k.shape[2])
-        columns = self._columns(sums, _log_column_sum(mask, like))
+        columns = self._columns(log_sums, _log_column_target(mask, like))
 
         def block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
             weights = _weights(self._mask_logits(logits(q, k, scale, grouped), mask), columns)
@@ -183,7 +186,7 @@ class Sinkhorn(Normalizer):
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
         z = self._mask_logits(logits, mask)
-        columns = self._columns(lambda factors: _column_sums(z, factors), _log_column_sum(mask, z))
+        columns = self._columns(lambda columns: _log_column_sums(z, columns), _log_column_target(mask, z))
         return _weights(z, columns).to(logits.dtype)
 
     def _mask_logits(self, logits: Tensor, mask: Tensor | None) -> Tensor:
@@ -194,12 +197,12 @@ class Sinkhorn(Normalizer):
         z = z if self.eps == 1 else z / self.eps
         return z if mask is None else z.masked_fill(~visible(mask), HIDDEN)
 
-    def _columns(self, sums: Callable[[Tensor | float], Tensor], target: Tensor) -> Columns:
-        """Return the factors of columns whose log sums are `target`; `sums` returns the log sums for factors."""
+    def _columns(self, log_sums: Callable[[Tensor | float], Tensor], target: Tensor) -> Columns:
+        """Return the factors after all half-steps, for log sums of columns that follow from factors by `log_sums`."""
         before: Tensor | float = 0.0
         last: Tensor | float = 0.0
         for _ in range(self.iterations // 2):
-            before, last = last, _factors(sums(last), target)
+            before, last = last, _log_factors(log_sums(last), target)
         return last if self.iterations % 2 else before, last
 
     def reference(self, logits: Tensor, seen: Tensor) -> Tensor:
@@ -211,35 +214,35 @@ class Sinkhorn(Normalizer):
         return weights
 
 
-def _visible(mask: Tensor | None, like: Tensor) -> Tensor:
+def _seen(mask: Tensor | None, like: Tensor) -> Tensor:
     """Return the mask as booleans, broadcastable to the logits `like` and as wide: [..., N or 1, M]."""
     if mask is None:
         return torch.ones(like.shape[-1], dtype=torch.bool, device=like.device)[None]
     return visible(mask).expand(-1, -1, -1, like.shape[-1])
 
 
-def _column_sums(z: Tensor, columns: Tensor | float) -> Tensor:
-    """Return log sums of columns [B, H, 1, M] of exp(z + columns), z [B, H, N, M], its rows scaled to sum 1."""
-    return (z + _factors((z + columns).logsumexp(-1, keepdim=True))).logsumexp(-2, keepdim=True)
+def _log_column_sums(z: Tensor, columns: Tensor | float) -> Tensor:
+    """Return log sums of columns [B, H, 1, M] of exp(z + r), z [B, H, N, M], after the rows' step for `columns`."""
+    return (z + _log_factors((z + columns).logsumexp(-1, keepdim=True))).logsumexp(-2, keepdim=True)
 
 
 def _weights(z: Tensor, columns: Columns) -> Tensor:
     """Return the weights of rows z [B, H, N, M] from the factors that `Sinkhorn._columns` returns."""
     before, last = columns
-    return (z + _factors((z + before).logsumexp(-1, keepdim=True)) + last).exp()
+    return (z + _log_factors((z + before).logsumexp(-1, keepdim=True)) + last).exp()
 
 
-def _factors(log_sums: Tensor, target: Tensor | float = 0.0) -> Tensor:
+def _log_factors(log_sums: Tensor, target: Tensor | float = 0.0) -> Tensor:
     """Return log factors that bring sums to exp(target); 0 for padding, which has no sum."""
     return (target - log_sums).masked_fill(log_sums < HIDDEN / 2, 0)
 
 
-def _log_column_sum(mask: Tensor | None, like: Tensor) -> Tensor:
+def _log_column_target(mask: Tensor | None, like: Tensor) -> Tensor:
     """Return log(N/M) [B or 1, H or 1, 1, 1]; N counts the rows that see a key, M the columns that a row sees.
 
     The sizes of the logits `like` [B, H, N, M] are counted and not read, so that no graph fixes them.
     """
-    seen = _visible(mask, like)
+    seen = _seen(mask, like)
     seen = seen.expand(*seen.shape[:-2], *like.shape[-2:])  # [..., N, M]
     rows, columns = (
         seen.any(axis, keepdim=True).sum((-2, -1), keepdim=True).clamp(min=1).to(like.dtype).log() for axis in (-1, -2)
