@@ -36,16 +36,19 @@ def finite(top: Tensor) -> Tensor:
 
 
 class _Block:
-    """Some queries and the tokens (m [K, C], s [K, 2, C]) that they meet, with their biases w [rows, K]."""
+    """Some queries, the pairs (m [K, C], s [K, 2, C]) that they meet, the biases w and what is `hidden` [rows, K].
 
-    def __init__(self, m: Tensor, s: Tensor, w: Tensor, hidden: Tensor | None, open_to_all: int) -> None:
+    The first `seen_by_all` pairs are hidden from no query.
+    """
+
+    def __init__(self, m: Tensor, s: Tensor, w: Tensor, hidden: Tensor | None, seen_by_all: int) -> None:
         self.m, self.s, self.w, self.hidden = m, s, w, hidden
         self.top, self.top_w = finite(m.amax(0)), w.amax(1, keepdim=True)  # [C], [rows, 1]
         spread = (self.top_w - w.amin(1, keepdim=True)).amax()
         if hidden is not None:
-            # A query may see only keys far below the block's largest: at least the keys that all of its queries see.
+            # A query may not see the block's largest key; at least it sees the largest that all of its queries see.
             least = m.masked_fill(m == -math.inf, math.inf).amin(0)
-            spread = spread + (self.top - torch.maximum(m[:open_to_all].amax(0), least)).amax().clamp_(min=0)
+            spread = spread + (self.top - torch.maximum(m[:seen_by_all].amax(0), least)).amax().clamp_(min=0)
         self.dtype: torch.dtype | None = None  # of the products; None: feature by feature
         far = spread.item()
         if far <= safe_range(m.dtype):
@@ -104,19 +107,25 @@ class _Block:
 
 
 def _finish(numerator: Tensor, total: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (average, log normalizer) of sums that are relative to exp(top)."""
     seen = total > 0
     y = torch.where(seen, numerator / torch.where(seen, total, 1), 0)
     return y.to(top.dtype), torch.where(seen, top + total.log(), -math.inf).to(top.dtype)
 
 
 class _Blocks:
-    """The N×M biases in blocks of queries; `before` and `after` are the keys that a block meets without a bias."""
+    """The N×M biases in blocks of queries. With 200 tokens and a window of 32 the second of them has
+
+    - queries 64 to 127 (`rows`),
+    - keys 33 to 158 (`near`), those within the window of some query,
+    - one pair for keys 0 to 32, from the running sum of `before`, and one for 159 to 199, from `after`, unless causal.
+    """
 
     def __init__(self, k: Tensor, v: Tensor, left: Tensor, right: Tensor | None, causal: bool, window: int) -> None:
         self.k, self.left, self.right, self.causal, self.window = k, left, right, causal, window
         self.s = torch.stack([v, torch.ones_like(v)], 1)  # [M, 2, C]
         n, m = left.shape[0], k.shape[0]
-        self.n, self.offset = n, m - n if causal else 0  # position of the first query among the keys
+        self.offset = m - n if causal else 0  # position of the first query among the keys
         step = max(1, min(ROWS, max(NARROW, window or ROWS), ELEMENTS // m))
         self.rows = [slice(start, min(start + step, n)) for start in range(0, n, step)]
         reach = window - 1 if window else max(n, m)  # how far from a query keys with a bias lie
@@ -124,15 +133,15 @@ class _Blocks:
             slice(max(rows.start + self.offset - reach, 0), min(rows.stop + self.offset + (0 if causal else reach), m))
             for rows in self.rows
         ]
-        self.before: list[slice] = []  # each block's: what the one before it does not have
-        self.after: list[slice] = []  # last block first
+        self.before: list[slice] = []  # for each block the keys before `near` that the previous block does not have
+        self.after: list[slice] = []  # the same after `near`, last block first
         if window:
             starts, stops = [near.start for near in self.near], [near.stop for near in self.near]
             self.before = [slice(*ends) for ends in zip([0, *starts], starts, strict=False)]
             if not causal:
                 self.after = [slice(*ends) for ends in zip(stops[::-1], [m, *stops[::-1]], strict=False)]
 
-    def _sums(self, pieces: list[slice]) -> tuple[list[Tensor], list[Tensor]]:
+    def running_sums(self, pieces: list[slice]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the sums of pieces up to each, as pairs: m [1, C] and s [1, 2, C]."""
         top, total = self.k.new_full((1, self.k.shape[1]), -math.inf), torch.zeros_like(self.s[:1])
         tops, totals = [], []
@@ -149,8 +158,8 @@ class _Blocks:
 
     def __iter__(self) -> Iterator[tuple[slice, slice, _Block]]:
         """Yield (queries, keys met with a bias, the block)."""
-        before = list(zip(*self._sums(self.before), strict=True))
-        after = list(zip(*self._sums(self.after), strict=True))[::-1]
+        before = list(zip(*self.running_sums(self.before), strict=True))
+        after = list(zip(*self.running_sums(self.after), strict=True))[::-1]
         for i, (rows, near) in enumerate(zip(self.rows, self.near, strict=True)):
             pairs = [*before[i : i + 1], (self.k[near], self.s[near]), *after[i : i + 1]]
             m, s = (torch.cat(x) if len(x) > 1 else x[0] for x in zip(*pairs, strict=True))
@@ -159,16 +168,17 @@ class _Blocks:
             if self.window:
                 w = F.pad(w.masked_fill(ahead.abs() >= self.window, 0), (1, len(after) > 0))
             hidden = F.pad(ahead > 0, (1 if self.window else 0, 0)) if self.causal else None
-            yield rows, near, _Block(m, s, w, hidden, rows.start + self.offset - near.start + 1 + bool(self.window))
+            seen_by_all = bool(self.window) + rows.start + self.offset + 1 - near.start  # up to the first query's key
+            yield rows, near, _Block(m, s, w, hidden, seen_by_all)
 
     def ahead(self, rows: slice, keys: slice) -> Tensor:
         """Return t' − t, [rows, keys]."""
         query = torch.arange(rows.start, rows.stop, device=self.k.device)[:, None] + self.offset
         return torch.arange(keys.start, keys.stop, device=self.k.device) - query
 
-    def share(self, pieces: list[slice], grads: list[Tensor], d_k: Tensor, d_v: Tensor) -> None:
-        """Add to the gradients of the keys what `_sums` of pieces has received, [1, 2, C] each."""
-        tops, _ = self._sums(pieces)
+    def add_of_sums(self, pieces: list[slice], grads: list[Tensor], d_k: Tensor, d_v: Tensor) -> None:
+        """Add to the gradients d_k and d_v what follows from `grads` [1, 2, C] of each of the `running_sums`."""
+        tops, _ = self.running_sums(pieces)
         total, last = torch.zeros_like(self.s[:1]), None
         for piece, top, grad in reversed(list(zip(pieces, tops, grads, strict=True))):
             total = grad if last is None else grad + total * (top - last).exp_().unsqueeze(1)
@@ -176,7 +186,7 @@ class _Blocks:
             self.add(piece, total * (self.k[piece] - last).exp_().unsqueeze(1), d_k, d_v)
 
     def add(self, keys: slice, d_s: Tensor, d_k: Tensor, d_v: Tensor) -> None:
-        """Add the gradient [keys, 2, C] of the keys' pairs."""
+        """Add to the gradients d_k and d_v what follows from d_s [keys, 2, C] of the keys' pairs."""
         d_v[keys] += d_s[:, 0]
         d_k[keys] += (d_s * self.s[keys]).sum(1)
 
@@ -258,9 +268,9 @@ def aft_biased_backward(
                 d_left[rows].addmm_(d_w, right[near])
                 d_right[near].addmm_(d_w.T, left[rows])
         if window:
-            blocks.share(blocks.before, d_before, d_k, d_v)
+            blocks.add_of_sums(blocks.before, d_before, d_k, d_v)
         if blocks.after:
-            blocks.share(blocks.after, d_after[::-1], d_k, d_v)
+            blocks.add_of_sums(blocks.after, d_after[::-1], d_k, d_v)
         return d_k, d_v, d_left, d_right
 
 
