@@ -17,9 +17,8 @@ import quest_core
 from quest_core.cli import main
 from quest_core.hosts.launch import LOOK
 from quest_core.tools.curves import PANELS, RECORD, draw
-from quest_core.tools.monitor import remarks
 from quest_core.tools.script import Script, is_first
-from quest_core.tools.watch import summary
+from quest_core.tools.watch import remarks, summary
 
 ROOT = Path(__file__).resolve().parents[1]
 

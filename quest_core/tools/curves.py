@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from .monitor import PAGE, remarks
+from .watch import PAGE, remarks
 
 RECORD = "watch.jsonl"
 """A line for each measurement: {"step": 100, "layers": what `Monitor.collect` returned}."""

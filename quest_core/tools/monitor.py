@@ -22,11 +22,10 @@ from ..ops import logits, merge_masks
 from .packing import PIECE
 
 BLOCK = 2**19  # logits held at a time
-LARGE = 100  # QK-clip's threshold for the largest logit (arXiv:2507.20534)
-OVERFLOW = 65504  # the largest number of float16
-SOON = 1000  # steps
-SATURATED = 0.1  # nats; weights of 0.98 and 0.02 have this entropy
-PAGE = "https://quest-attention.github.io/quest/watching/"
+
+Seen: TypeAlias = dict[str, Tensor]  # name -> maxima [heads], or the sums and numbers of means [2, heads]
+Rows: TypeAlias = slice | list[int]
+FormLogits: TypeAlias = Callable[[slice, Rows], Tensor]  # of samples b, queries n: [b, H, n, M], float32 or wider
 
 
 class Monitor:
@@ -105,11 +104,11 @@ class Monitor:
             torch.distributed.all_gather_object(shares, local)
         result: dict[str, dict[str, list[float]]] = {}
         for path in self.layers:
-            seen: _Seen = {}
+            seen: Seen = {}
             for share in shares:
-                _add(seen, share.get(path, {}))
+                _merge(seen, share.get(path, {}))
             if seen:
-                result[path] = _values(seen)
+                result[path] = _summarize(seen)
         if not flat:
             return result
         return {
@@ -141,57 +140,6 @@ def mechanisms_in(model: nn.Module) -> dict[str, Mechanism]:
     return {path.removesuffix(".mechanism") or "mechanism": module for path, module in found.items()}
 
 
-def not_measured(unseen: dict[str, str]) -> list[str]:
-    """Return a line of what `Monitor.unseen` returned, or none."""
-    return [f"not measured: {', '.join(unseen)}: {next(iter(unseen.values()))}"] if unseen else []
-
-
-def remarks(now: dict[str, Any], before: dict[str, Any], steps: int) -> list[str]:
-    """Return in words what `collect` returned `now` and `steps` of a training `before`; 0 for another training.
-
-    A line for the layer with the largest logit, and for each other layer whose logits are above 100 or NaN, or
-    whose softmax is saturated; then a link to what people do about it.
-    """
-    logits = {
-        path: [-math.inf if math.isnan(value) else value for value in names["max_logit"]]
-        for path, names in now.items()
-        if "max_logit" in names
-    }
-    lines, alarm = [], False
-    for i, (path, heads) in enumerate(sorted(logits.items(), key=lambda item: -max(item[1]))):
-        names, top, head = now[path], max(heads), heads.index(max(heads))
-        if lost := sum(map(math.isnan, names["max_logit"])):
-            lines.append(f"{path}: in {lost} of {len(heads)} heads a logit is NaN, or every key is hidden")
-            alarm = True
-            continue
-        saturated = [entropy for entropy in names.get("entropy", ()) if entropy < SATURATED]
-        words = f"{path}, head {head}: the largest logit is {top:.4g}"
-        if (
-            steps > 0
-            and path in before
-            and 0 < (old := before[path]["max_logit"][head]) < math.inf
-            and 0 < top < math.inf
-        ):
-            growth = (top / old) ** (1 / steps) - 1
-            words += f" ({growth:+.2%} per step)"
-            left = math.log(OVERFLOW / top) / math.log1p(growth) if growth > 0 else 0
-            if old >= LARGE and 0 < left < SOON:  # the first steps grow faster than the later ones
-                words += f"; at this rate float16 overflows in {left:.0f} steps"
-        if "logit_bound" not in names and "query_norm_max" in names:
-            words += f"; with unit keys (quest) it would be at most {names['query_norm_max'][head]:.4g}"
-        if saturated:
-            words += f"; the softmax is saturated in {len(saturated)} of {len(heads)} heads"
-            words += f" (entropy {min(saturated):.2g} nats)"
-        if top > LARGE or saturated:
-            alarm = True
-        elif i:
-            continue
-        lines.append(words)
-    if alarm:
-        lines.append(f"what people do about it: {PAGE}#ways-to-keep-logits-small")
-    return lines
-
-
 _BORROWED: WeakKeyDictionary[nn.Module, set[object]] = WeakKeyDictionary()  # a model -> its borrowers
 
 
@@ -220,19 +168,14 @@ def borrow(model: nn.Module, example: Any = None) -> Callable[[], None]:
     return give_back
 
 
-_Seen: TypeAlias = dict[str, Tensor]  # name -> maxima [heads], or the sums and numbers of means [2, heads]
-Rows: TypeAlias = slice | list[int]
-Form: TypeAlias = Callable[[slice, Rows], Tensor]  # samples b, queries n -> logits [b, H, n, M], float32 or wider
-
-
-def _add(seen: _Seen, more: _Seen) -> None:
-    """Put together what two calls, or two ranks, have seen of one layer."""
+def _merge(seen: Seen, more: Seen) -> None:
+    """Add to `seen` what another call, or another rank, has seen of the same layer."""
     for name, value in more.items():
         combine = torch.maximum if value.dim() == 1 else torch.add
         seen[name] = combine(seen[name], value) if name in seen else value
 
 
-def _values(seen: _Seen) -> dict[str, list[float]]:
+def _summarize(seen: Seen) -> dict[str, list[float]]:
     """Return maxima and means by name, NaN for heads without a visible pair."""
     return {
         name: (x.masked_fill(x == -math.inf, math.nan) if x.dim() == 1 else x[0] / x[1]).tolist()
@@ -248,7 +191,7 @@ class Call(NamedTuple):
     mask: Tensor | None  # boolean (True = may attend) or additive, broadcastable to [B, H, N, M]
     is_causal: bool  # query i sees keys j ≤ i + M − N
     shape: tuple[int, ...]  # that of the logits, [B, H, N, M] with cached tokens
-    form: Form | None = None  # returns logits of some samples and some queries before any mask; None for a family
+    form: FormLogits | None = None  # before any mask; None for a family
     bounded: tuple[Tensor, float] | None = None  # q as the normalizer gets it, and the factor on q kᵀ
     known: bool = True  # whether the axes of the logits are those of `shape`
     # Returns the weights of masked logits; None if they are softmax(logits) or as the mechanism says.
@@ -279,7 +222,7 @@ class Layer:
         self.every, self.logits, self.calls, self.in_evaluation = every, logits, 0, in_evaluation
         self.mechanism = mechanism
         mechanism.monitor = (*(mechanism.monitor or ()), self)
-        self.seen: _Seen = {}
+        self.seen: Seen = {}
         self.unseen: str | None = None  # why a call could not be observed
         self.capped = False  # whether logits were changed before the mask, as by a soft cap
         self._lock = threading.Lock()  # threads may share a mechanism
@@ -303,7 +246,7 @@ class Layer:
             return norms
         return ["max_logit", "entropy", "top_key_share", *norms, *["logit_bound"] * self.mechanism.unit_keys]
 
-    def take(self) -> _Seen:
+    def take(self) -> Seen:
         """Return what was seen, float64 on the CPU, and forget it; heads of other ranks have seen nothing."""
         with self._lock:
             seen, self.seen = self.seen, {}
@@ -427,7 +370,7 @@ class Layer:
         return found
 
     @staticmethod
-    def _logit_form(q: Tensor, k: Tensor, scale: float) -> Form:
+    def _logit_form(q: Tensor, k: Tensor, scale: float) -> FormLogits:
         """Return what forms blocks of the logits of q [B, H, N, D] and k [B, G, M, D], which the score prepared."""
         q, k = (x.to(wider(x.dtype)) for x in (q, k))
         return lambda samples, rows: logits(q[samples, :, rows], k[samples], scale, q.shape[1] != k.shape[1])
@@ -454,7 +397,7 @@ class Layer:
     def _see(self, call: Call) -> None:
         """Sum up a call, whose mask has four axes."""
         q, k, mask = call.q, call.k, call.mask
-        queries, keys = _visible(mask, call.is_causal, q.shape[2], call.shape[3], q.device)
+        queries, keys = _visible_tokens(mask, call.is_causal, q.shape[2], call.shape[3], q.device)
         self._add_norms("query_norm", q, queries)
         self._add_norms("key_norm", k, keys[..., -k.shape[2] :])
         if call.bounded is not None and self.mechanism.unit_keys:
@@ -486,16 +429,18 @@ class Layer:
 
     def _add_max(self, name: str, value: Tensor) -> None:  # [heads]
         with self._lock:
-            _add(self.seen, {name: value})
+            _merge(self.seen, {name: value})
 
     def _add_mean(self, name: str, values: Tensor, counted: Tensor) -> None:
         """Add `values` [B, heads, tokens], which are 0 where not `counted`, to a mean."""
         both = (values, counted.expand(values.shape))
         with self._lock:
-            _add(self.seen, {name: torch.stack([x.sum((0, 2), dtype=torch.float64) for x in both])})
+            _merge(self.seen, {name: torch.stack([x.sum((0, 2), dtype=torch.float64) for x in both])})
 
 
-def _visible(mask: Tensor | None, is_causal: bool, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _visible_tokens(
+    mask: Tensor | None, is_causal: bool, n: int, m: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Return which queries see a key, [B, H, N], and which keys some query of the sample sees, [B or 1, 1, M or 1]."""
     last = torch.arange(n, device=device) + (m - n if is_causal else m)  # the last key that a query may see
     if mask is None:
@@ -520,12 +465,12 @@ def blocks(
     assert call.form is not None  # a family has no logits
     batch, heads, n, m = call.shape
     positions = torch.arange(n, device=call.q.device)
-    whole = not mechanism.fused and "queries" in mechanism.reads  # weights of a query need all queries
+    needs_all = not mechanism.fused and "queries" in mechanism.reads  # for the weights of a query
     count = n if queries is None else len(queries)
     samples = max(1, BLOCK // (heads * n * m))
-    rows = max(1, count) if whole else max(1, BLOCK // (samples * heads * m))
+    rows = max(1, count) if needs_all else max(1, BLOCK // (samples * heads * m))
     for some, place in itertools.product(_slices(batch, samples), _slices(count, rows)):
-        chosen = slice(n) if whole else place if queries is None else queries[place]
+        chosen = slice(n) if needs_all else place if queries is None else queries[place]
         z = call.form(some, chosen)
         if call.mask is not None:
             part = call.mask.expand(batch, -1, n, -1)[some][:, :, chosen]
@@ -539,7 +484,7 @@ def blocks(
             weights = call.weigh(z.double())
         elif not mechanism.fused:
             weights = mechanism.normalizer.weights(z.double(), z > -math.inf)
-        if whole and queries is not None:
+        if needs_all and queries is not None:
             assert weights is not None
             z, weights = z[:, :, queries], weights[:, :, queries]
         yield some, place, z, weights

@@ -12,8 +12,13 @@ from torch import nn
 from ..errors import ConfigError, check_sizes
 from ..notices import say
 from .clip import QKClip
-from .monitor import Monitor, borrow, not_measured, remarks
+from .monitor import Monitor, borrow
 
+LARGE = 100  # QK-clip's threshold for the largest logit (arXiv:2507.20534)
+OVERFLOW = 65504  # the largest number of float16
+SOON = 1000  # steps
+SATURATED = 0.1  # nats; weights of 0.98 and 0.02 have this entropy
+PAGE = "https://quest-attention.github.io/quest/watching/"
 TOTALS: dict[str, Callable[[list[float]], float]] = {"max_logit": max, "entropy": statistics.fmean}
 
 
@@ -133,3 +138,55 @@ def summary(seen: dict[str, Any]) -> dict[str, float]:
                 key = f"attention/{path}/{name}"
                 out |= {f"{key}/min": min(finite), f"{key}/mean": statistics.fmean(finite), f"{key}/max": max(finite)}
     return out
+
+
+def not_measured(unseen: dict[str, str]) -> list[str]:
+    """Return a line of what `Monitor.unseen` returned, or none."""
+    return [f"not measured: {', '.join(unseen)}: {next(iter(unseen.values()))}"] if unseen else []
+
+
+def remarks(now: dict[str, Any], before: dict[str, Any], steps: int) -> list[str]:
+    """Return in words what `Monitor.collect` returned `now` and `steps` of a training `before`; 0 for another training.
+
+    A line for the layer with the largest logit, and for each other layer whose logits are above 100 or NaN, or
+    whose softmax is saturated; then a link to what people do about it.
+    """
+    logits = {
+        path: [-math.inf if math.isnan(value) else value for value in names["max_logit"]]
+        for path, names in now.items()
+        if "max_logit" in names
+    }
+    lines, alarm = [], False
+    for i, (path, heads) in enumerate(sorted(logits.items(), key=lambda item: -max(item[1]))):
+        names, top, head = now[path], max(heads), heads.index(max(heads))
+        if lost := sum(map(math.isnan, names["max_logit"])):
+            lines.append(f"{path}: in {lost} of {len(heads)} heads a logit is NaN, or every key is hidden")
+            alarm = True
+            continue
+        saturated = [entropy for entropy in names.get("entropy", ()) if entropy < SATURATED]
+        if top > LARGE or saturated:
+            alarm = True
+        elif i:
+            continue
+        words = f"{path}, head {head}: the largest logit is {top:.4g}"
+        if steps > 0 and path in before:
+            words += _growth(before[path]["max_logit"][head], top, steps)
+        if "logit_bound" not in names and "query_norm_max" in names:
+            words += f"; with unit keys (quest) it would be at most {names['query_norm_max'][head]:.4g}"
+        if saturated:
+            words += f"; the softmax is saturated in {len(saturated)} of {len(heads)} heads"
+            words += f" (entropy {min(saturated):.2g} nats)"
+        lines.append(words)
+    if alarm:
+        lines.append(f"what people do about it: {PAGE}#ways-to-keep-logits-small")
+    return lines
+
+
+def _growth(before: float, now: float, steps: int) -> str:
+    """Return in words how fast a largest logit grows, and when float16 overflows if that is soon."""
+    if not (0 < before < math.inf and 0 < now < math.inf):
+        return ""
+    growth = (now / before) ** (1 / steps) - 1
+    left = math.log(OVERFLOW / now) / math.log1p(growth) if growth > 0 else 0
+    soon = before >= LARGE and 0 < left < SOON  # the first steps grow faster than the later ones
+    return f" ({growth:+.2%} per step)" + (f"; at this rate float16 overflows in {left:.0f} steps" if soon else "")
