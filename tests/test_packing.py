@@ -127,8 +127,8 @@ def test_padded_area_is_bounded(lengths):
 
 def test_a_plan_is_made_once_and_reused(monkeypatch):
     made = []
-    original = packing._group
-    monkeypatch.setattr(packing, "_group", lambda *a: made.append(a) or original(*a))
+    original = packing._choose_buckets
+    monkeypatch.setattr(packing, "_choose_buckets", lambda *a: made.append(a) or original(*a))
     plan = PackingPlan(cumulative(MIXED))
     q, k, v = tokens(MIXED)
     out = q

@@ -105,7 +105,7 @@ def calibrate(
     with same_random_state(model), torch.no_grad():
         twin = copy.deepcopy(model).eval()
         try:
-            twin, replaced = inject(twin, _source(twin), adapter=adapter)
+            twin, replaced = inject(twin, _current_attention(twin), adapter=adapter)
         except InjectionError as error:
             raise InjectionError(
                 f"calibrate scales the projection of queries, and needs an adapter that knows it: {error}. Attention "
@@ -136,7 +136,7 @@ def calibrate(
 def refuse_uncalibratable(target: AttentionConfig) -> None:
     """Raise ConfigError unless `calibrate` can fit this attention to standard attention."""
     mixing = [part.name for part in target.components if "heads" in part.reads]
-    if not (target.components[0].unit_keys and leaves(target, "query")):
+    if not (target.components[0].unit_keys and leaves_unchanged(target, "query")):
         raise _uncalibratable(target, "its score is not quest")
     if mixing:
         raise _uncalibratable(target, f"'{mixing[0]}' gives query heads other key heads than they were trained with")
@@ -149,10 +149,10 @@ def _uncalibratable(target: AttentionConfig, why: str) -> ConfigError:
     )
 
 
-def _source(model: nn.Module) -> AttentionConfig:
+def _current_attention(model: nn.Module) -> AttentionConfig:
     """Return the attention that the model has now: standard, with the options that an injection gave it."""
     found = {module.config for module in model.modules() if isinstance(module, Mechanism)}
-    if len(found) > 1 or not all(leaves(config, "query") and leaves(config, "key") for config in found):
+    if len(found) > 1 or not all(leaves_unchanged(config, "query", "key") for config in found):
         raise ConfigError(
             "calibrate starts from a model with one standard attention, but this one has: "
             f"{', '.join(sorted(map(str, found)))}; give it the model as it was pretrained"
@@ -160,11 +160,13 @@ def _source(model: nn.Module) -> AttentionConfig:
     return found.pop() if found else STANDARD
 
 
-def leaves(config: AttentionConfig, role: str) -> bool:
-    """Return whether the dot products take "query" or "key" as the projections made it."""
+def leaves_unchanged(config: AttentionConfig, *roles: str) -> bool:
+    """Return whether the dot products take "query", "key" or both as the projections made them."""
     part, x = config.components[0], torch.ones(1, 1, 1, 1)
-    pointwise = part.axis == "score" and not part.reads
-    return pointwise and getattr(config.build(part, Dims(1, 1, 1)), role)(x) is x
+    if part.axis != "score" or part.reads:
+        return False
+    score = config.build(part, Dims(1, 1, 1))
+    return all(getattr(score, role)(x) is x for role in roles)
 
 
 def refuse_shared(model: nn.Module, paths: list[str]) -> None:
@@ -229,6 +231,7 @@ def _change(before: list[Tensor], after: list[Tensor]) -> float:
 
 
 def _fold(model: nn.Module, layers: list[LayerCalibration], owners: dict[str, str], adapter: Any) -> None:
+    """Multiply the query projection of each layer by its factors; `owners` are the names of the adapters."""
     for layer in layers:
         factor = torch.tensor(layer.factors, dtype=torch.float64)
         scale_queries(model, layer.path, factor, owners[layer.path], adapter)

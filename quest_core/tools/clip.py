@@ -8,7 +8,7 @@ from torch import nn
 from ..errors import ConfigError, UnsupportedError
 from ..hosts.inject import REPORT
 from ..mechanism import Mechanism
-from .calibration import leaves, refuse_shared, scale_queries
+from .calibration import leaves_unchanged, refuse_shared, scale_queries
 from .monitor import Monitor, borrow
 
 
@@ -56,7 +56,7 @@ class QKClip:
     def _refuse(self, path: str, mechanism: Mechanism) -> None:
         """Raise if the queries of an attention cannot be scaled; nothing is changed."""
         later = [part.name for part in mechanism.config.components if part.axis == "score_mod" and not part.fused]
-        if later or not leaves(mechanism.config, "query"):
+        if later or not leaves_unchanged(mechanism.config, "query"):
             why = f"'{later[0]}' changes logits" if later else "its score changes queries, or reads more than they hold"
             raise ConfigError(
                 f"QK-clip finds its factor only where logits grow with the projected queries, and in attention "

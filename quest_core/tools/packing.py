@@ -34,7 +34,13 @@ PIECE: ContextVar[tuple[int, Tensor | None]] = ContextVar("PIECE", default=(0, N
 
 
 class _Layout(NamedTuple):
-    """How sequences share padded batches. Padding repeats the last token of its sequence."""
+    """How sequences share padded batches, called buckets. Padding repeats the last token of its sequence.
+
+    Sequences of 3, 4 and 4 tokens share one bucket, the longest first; only its last place is not `real`:
+
+        tokens = [[[3, 4, 5, 6], [7, 8, 9, 10], [0, 1, 2, 2]]]
+        places = [8, 9, 10, 0, 1, 2, 3, 4, 5, 6, 7]
+    """
 
     tokens: list[Tensor]  # for each bucket, the token at each place of its batch [size, N]
     real: list[Tensor | None]  # for each bucket, False at padding [size, N]; None without padding
@@ -92,21 +98,21 @@ class PackingPlan:
         return self._layouts[waste, device]
 
 
-def _group(lengths: list[int], waste: float) -> list[list[int]]:
+def _choose_buckets(lengths: list[int], waste: float) -> list[list[int]]:
     """Return the sequences of each bucket, without empty ones."""
-    groups: list[list[int]] = []
-    closed = real = 0  # the padded area of all groups but the last, and the real area of all
+    buckets: list[list[int]] = []
+    closed = real = 0  # the padded area of all buckets but the last, and the real area of all
     # Longest first: the padding that long sequences leave unused pays for joining the many lengths of short ones.
     # Equal lengths stay in the order of memory.
     for b in sorted((b for b, n in enumerate(lengths) if n), key=lengths.__getitem__, reverse=True):
         real += lengths[b] ** 2
-        last = lengths[groups[-1][0]] ** 2 if groups else 0  # what each sequence of the last group takes
-        if groups and closed + (len(groups[-1]) + 1) * last <= waste * real:
-            groups[-1].append(b)
+        last = lengths[buckets[-1][0]] ** 2 if buckets else 0  # what each sequence of the last bucket takes
+        if buckets and closed + (len(buckets[-1]) + 1) * last <= waste * real:
+            buckets[-1].append(b)
         else:
-            closed += len(groups[-1]) * last if groups else 0
-            groups.append([b])
-    return groups
+            closed += len(buckets[-1]) * last if buckets else 0
+            buckets.append([b])
+    return buckets
 
 
 def _lay_out(lengths: list[int], waste: float, device: torch.device) -> _Layout:
@@ -114,10 +120,10 @@ def _lay_out(lengths: list[int], waste: float, device: torch.device) -> _Layout:
     length = torch.tensor(lengths, dtype=torch.long)
     start, places, laid = length.cumsum(0) - length, torch.zeros(sum(lengths), dtype=torch.long), 0
     tokens, reals = [], []
-    for group in _group(lengths, waste):
-        own = length[group, None]  # [size, 1]
-        position = torch.arange(lengths[group[0]])  # [N]
-        token, real = start[group, None] + torch.minimum(position, own - 1), position < own  # [size, N]
+    for bucket in _choose_buckets(lengths, waste):
+        own = length[bucket, None]  # [size, 1]
+        position = torch.arange(lengths[bucket[0]])  # [N]
+        token, real = start[bucket, None] + torch.minimum(position, own - 1), position < own  # [size, N]
         places[token[real]] = laid + real.flatten().nonzero().flatten()
         laid += token.numel()
         tokens.append(token.to(device))
@@ -126,7 +132,7 @@ def _lay_out(lengths: list[int], waste: float, device: torch.device) -> _Layout:
     return _Layout(tokens, reals, None if in_order else places.to(device))
 
 
-def _waste(mechanism: Mechanism) -> float:
+def _allowed_waste(mechanism: Mechanism) -> float:
     """Return the allowed ratio of padded to real area: WASTE, 1 (no padding) or inf (one batch)."""
     unpadded = "length" in mechanism.reads
     if not ("samples" in mechanism.reads or mechanism.chained):
@@ -198,7 +204,7 @@ def _in_buckets(
         raise InputError(f"q has {len(q)} tokens, but its sequences end at {sum(plan.lengths)}")
     if not len(q):
         return q.new_zeros(*q.shape[:2], v.shape[2]) + (q.sum() + k.sum() + v.sum())  # part of the graph
-    layout, outs = plan.layout(_waste(mechanism), q.device), []
+    layout, outs = plan.layout(_allowed_waste(mechanism), q.device), []
     moves = layout.places is not None or len(layout.tokens) > 1  # else one batch is the tokens as they lie
     for number, (tokens, real) in enumerate(zip(layout.tokens, layout.real, strict=True)):
         taken = [x.index_select(0, tokens.flatten()) if moves else x for x in (q, k, v)]
