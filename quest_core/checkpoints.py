@@ -195,10 +195,7 @@ def _unwrap(path: str) -> str:
 
 
 def _layer_around(mechanism: str, modules: Mapping[str, nn.Module]) -> str:
-    """Return the path of the nearest module around a mechanism that has weights, or of the outermost of `modules`.
-
-    It is "layers.0.attn" for "layers.0.attn.mechanism", but not a module that only calls the attention.
-    """
+    """Return the path of the nearest module around a mechanism that has weights: "attn" for "attn.mechanism"."""
     layer = mechanism.rpartition(".")[0]
     while layer and (outer := layer.rpartition(".")[0]) in modules and not _weights(modules[layer], layer, mechanism):
         layer = outer
@@ -213,13 +210,12 @@ def _weights(module: nn.Module, path: str, mechanism: str) -> list[str]:
 
 def _lacks_weights(layer: str, mechanism: str, state_dict: Mapping[str, Any], missing: Iterable[str]) -> bool:
     """Return whether a state dict has no weights of `layer`: the layer is new, or the file holds only LoRA adapters."""
-    start = f"{layer}." if layer else ""
-
-    def children(keys: Iterable[str]) -> set[str]:
-        return {key[len(start) :].partition(".")[0] for key in keys if key.startswith(start)}
-
-    lacking = children(key for key in missing if key.endswith("weight"))
-    return bool(lacking) and children(state_dict) - children([mechanism]) <= lacking
+    start, weights = f"{layer}." if layer else "", [key for key in missing if key.endswith("weight")]
+    held, own, lacking = (  # names of children and parameters of the layer
+        {key[len(start) :].partition(".")[0] for key in keys if key.startswith(start)}
+        for keys in (state_dict, [mechanism], weights)
+    )
+    return bool(lacking) and held - own <= lacking
 
 
 def compare_before_loading(model: nn.Module) -> None:

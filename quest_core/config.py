@@ -229,13 +229,13 @@ def _choose(written: str, names: list[str], *, shares_heads: bool) -> dict[str, 
                 f"'{component.name}'; keep one"
             )
         chosen[axis] = component
+    if "family" in chosen and len(chosen) > 1:
+        others = ", ".join(f"'{component.name}'" for axis, component in chosen.items() if axis != "family")
+        raise ConfigError(
+            f"attention '{written}': '{chosen['family'].name}' never forms attention weights, so it is not combined; "
+            f"drop {others}"
+        )
     if "family" in chosen:
-        if len(chosen) > 1:
-            others = ", ".join(f"'{component.name}'" for axis, component in chosen.items() if axis != "family")
-            raise ConfigError(
-                f"attention '{written}': '{chosen['family'].name}' never forms attention weights, so it is not "
-                f"combined; drop {others}"
-            )
         return chosen
     defaults = DEFAULTS | ({"grouping": "gqa"} if shares_heads else {})
     chosen = {axis: find(name) for axis, name in defaults.items()} | chosen
@@ -259,9 +259,7 @@ def _find_option(written: str, given: str, chosen: Iterable[type[Component]]) ->
 def _nearest(key: str, chosen: Iterable[type[Component]]) -> str:
     """Return which options `chosen` has, and which mechanism has an option that is spelled like `key`."""
     own = {o.name for component in chosen for o in component.options}
-    owners: dict[str, list[str]] = {}
-    for component in mechanisms().values():
-        for option in component.options:
-            owners.setdefault(option.name, []).append(component.name)
-    near = difflib.get_close_matches(key, sorted(owners.keys() - own), n=1, cutoff=0.7)
-    return one_of(key, own) + "".join(f"; '{name}' belongs to {', '.join(sorted(owners[name]))}" for name in near)
+    others = {o.name for component in mechanisms().values() for o in component.options} - own
+    near = difflib.get_close_matches(key, sorted(others), n=1, cutoff=0.7)
+    owners = sorted(c.name for c in mechanisms().values() if any(o.name in near for o in c.options))
+    return one_of(key, own) + (f"; '{near[0]}' belongs to {', '.join(owners)}" if near else "")

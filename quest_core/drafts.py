@@ -112,7 +112,6 @@ def _attributes_and_children(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _undo(state: dict[str, Any], former: Former) -> None:
-    """Give the attributes of a module, `state`, the values that they had before `assign`."""
     for name in former.added:
         state.pop(name, None)
         state["_modules"].pop(name, None)

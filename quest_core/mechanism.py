@@ -131,7 +131,7 @@ class Mechanism(CheckpointGuard):
         self._needs_tokens = [part.name for part in parts if "tokens" in part.reads]
         self._needs_input = [part.name for part in parts if part.needs_input]
         special = self._key_features, self._grouped, self._chooses_heads, self._no_causal, self._needs_tokens
-        self._is_plain = not any((*special, self._needs_input))  # `_check` may compare only the shapes of q, k and v
+        self._is_plain = not (any(special) or self._needs_input)  # whether `_check` may compare only q, k and v
 
     def forward(
         self,
@@ -190,10 +190,8 @@ class Mechanism(CheckpointGuard):
         score, normalizer = without_hooks(self._modules["score"], self._modules["normalizer"])
         head = None  # the key/value head of each query head [H]; None: equal consecutive groups
         if self._chooses_heads:
-            new = mask  # its columns for the keys in k; those for cached keys come first
-            if mask is not None and cache is not None and mask.shape[-1] > 1:
-                new = mask[..., cache.tokens :]
-            head = self.grouping(k, q.shape[1], new)
+            mask_of_k = mask if mask is None or cache is None or mask.shape[-1] == 1 else mask[..., cache.tokens :]
+            head = self.grouping(k, q.shape[1], mask_of_k)
         q, k, scale = score(q, k, v, mask=mask, is_causal=is_causal, head=head, cache=cache, unit_keys=unit_keys)
         if cache is not None:
             k, v = cache.append("k", k), cache.append("v", v)
@@ -437,8 +435,7 @@ class Mechanism(CheckpointGuard):
         if batch_k != batch or batch_v != batch:
             raise InputError(f"batch sizes differ: q {batch}, k {batch_k}, v {batch_v}")
         if key_dim != (self._key_features or dim):
-            expected = f"{self._key_features}" if self._key_features else f"{dim}, as q"
-            raise InputError(f"k has head_dim {key_dim}; expected {expected}")
+            raise InputError(f"k has head_dim {key_dim}; expected {self._key_features or f'{dim}, as q'}")
         if groups_v != groups or m_v != m:
             raise InputError(f"k has (heads, tokens) {(groups, m)} but v has {(groups_v, m_v)}")
         for part in self.config.components:

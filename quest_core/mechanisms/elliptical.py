@@ -125,31 +125,35 @@ class Elliptical(Standard):
         if is_recomputing():
             before = None if previous is None else self._take_again(kept)
         else:
-            thread = 0 if is_compiling() else threading.get_ident()
-            if previous is None:
-                self._forget_values(thread)
-            before = None if previous is None else self._take(previous, kept, thread)
-            if self._next:
-                self._values[thread] = kept
+            before = self._take(previous, kept)
         if before is None or before.shape != kept.shape:
             return None
         return before if self._order is None else self._order[1](before)
 
-    def _take(self, previous: Elliptical, kept: Tensor, thread: int) -> Tensor:
-        """Return the values that `previous` has left, and remember them and `kept` if a backward pass may follow."""
-        before = previous._values.pop(thread, None)
-        if before is None:
-            raise UnsupportedError(
-                "elliptical attention found no values of the layer before it in this forward pass: that layer was "
-                "skipped, or only this one was copied; run all layers, and call quest_core.chain(model) after "
-                "copying layers"
-            )
-        if is_eager() and (self.training or torch.is_grad_enabled()):
-            self._step = [kept, before]
+    def _take(self, previous: Elliptical | None, kept: Tensor) -> Tensor | None:
+        """Return the values that `previous` has left in this forward pass, and leave `kept` for the next layer."""
+        thread, before = 0 if is_compiling() else threading.get_ident(), None
+        if previous is None:  # a forward pass begins, so values of one that ended early are out of date
+            layer = self
+            while layer._next:
+                (layer,) = layer._next
+                layer._values.pop(thread, None)
+        else:
+            before = previous._values.pop(thread, None)
+            if before is None:
+                raise UnsupportedError(
+                    "elliptical attention found no values of the layer before it in this forward pass: that layer was "
+                    "skipped, or only this one was copied; run all layers, and call quest_core.chain(model) after "
+                    "copying layers"
+                )
+            if is_eager() and (self.training or torch.is_grad_enabled()):
+                self._step = [kept, before]
+        if self._next:
+            self._values[thread] = kept
         return before
 
     def _take_again(self, kept: Tensor) -> Tensor:
-        """Return what `_take` has returned, for checkpointing, which on a GPU repeats the pass in another thread."""
+        """Return what `_take` has returned, in the backward pass of a checkpoint, on a GPU in another thread."""
         if not (self._step and _alike(self._step[0], kept)):
             raise UnsupportedError(
                 "elliptical attention cannot compute this layer again: the values of its forward pass are gone; "
@@ -157,13 +161,6 @@ class Elliptical(Standard):
             )
         before, self._step = self._step[1], []
         return before
-
-    def _forget_values(self, thread: int) -> None:
-        """Drop values that a forward pass left in later layers because it ended early; the first layer calls this."""
-        layer = self
-        while layer._next:
-            (layer,) = layer._next
-            layer._values.pop(thread, None)
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, *, head: Tensor, seen: Tensor) -> Tensor:
         before = self.hand_over(v.detach())

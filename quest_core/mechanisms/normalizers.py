@@ -150,8 +150,8 @@ class Sinkhorn(Normalizer):
     each row takes its share of each column.
     """
 
-    # In logarithms: z = l/ε, and weights are exp(z + r + c). A half-step on rows sets r = −logsumexp(z + c) over keys,
-    # one on columns c = log(N/M) − logsumexp(z + r) over queries. Only c is kept, because r follows from it row by row.
+    # In logarithms, with z = l/ε, weights are exp(z + r + c). A half-step on rows sets r = −logsumexp(z + c), one on
+    # columns c = log(N/M) − logsumexp(z + r). Only c is kept, because r follows from it row by row.
 
     cross = dropout = True
     causal_reason = "a lower-triangular doubly stochastic matrix is the identity"

@@ -175,16 +175,14 @@ class Layers(nn.Module):
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, steps: list[int], mask: Tensor | None) -> Tensor:
         """Return [B, H, N, Dv] in `steps` tokens at a time."""
-        caches = {layer: Cache() for layer in self.children()}
-        outs: list[Tensor] = []
+        caches, outs = {layer: Cache() for layer in self.children()}, []
+
+        def decode(layer: Mechanism, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+            return layer.decode(q, k, v, caches[layer], **options)
+
         for stop, step in zip(itertools.accumulate(steps), steps, strict=True):
             new = (x[:, :, stop - step : stop] for x in (q, k, v))
-            seen = None if mask is None else mask[..., :stop]
-            outs.append(
-                self.each(
-                    lambda layer, *qkv, seen=seen, **x: layer.decode(*qkv, caches[layer], attn_mask=seen, **x), *new
-                )
-            )
+            outs.append(self.each(decode, *new, attn_mask=None if mask is None else mask[..., :stop]))
             if (counted := caches[self.last].tokens) != stop:
                 raise Wrong(f"decode() of {stop} tokens sets cache.tokens to {counted}; it must not")
         return torch.cat(outs, dim=2)

@@ -397,7 +397,7 @@ class Layer:
     def _see(self, call: Call) -> None:
         """Sum up a call, whose mask has four axes."""
         q, k, mask = call.q, call.k, call.mask
-        queries, keys = _visible_tokens(mask, call.is_causal, q.shape[2], call.shape[3], q.device)
+        queries, keys = _visible(mask, call.is_causal, q.shape[2], call.shape[3], q.device)
         self._add_norms("query_norm", q, queries)
         self._add_norms("key_norm", k, keys[..., -k.shape[2] :])
         if call.bounded is not None and self.mechanism.unit_keys:
@@ -438,9 +438,7 @@ class Layer:
             _merge(self.seen, {name: torch.stack([x.sum((0, 2), dtype=torch.float64) for x in both])})
 
 
-def _visible_tokens(
-    mask: Tensor | None, is_causal: bool, n: int, m: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def _visible(mask: Tensor | None, is_causal: bool, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return which queries see a key, [B, H, N], and which keys some query of the sample sees, [B or 1, 1, M or 1]."""
     last = torch.arange(n, device=device) + (m - n if is_causal else m)  # the last key that a query may see
     if mask is None:
