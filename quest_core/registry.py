@@ -82,8 +82,9 @@ class Option:
         if self.kind is bool:
             return isinstance(value, bool)
         if self.kind is str:
-            fits = isinstance(value, str) and not set("(),;") & set(value)
-            return fits and (not self.choices or value in self.choices)
+            if not isinstance(value, str) or set("(),;") & set(value):
+                return False
+            return not self.choices or value in self.choices
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e308:
             return False
         whole = isinstance(value, int) or value.is_integer()

@@ -122,10 +122,17 @@ class Elliptical(Standard):
             )
         (previous,) = self._previous
         kept = v if self._order is None else self._order[0](v)
-        if is_recomputing():
-            before = None if previous is None else self._take_again(kept)
-        else:
+        if not is_recomputing():
             before = self._take(previous, kept)
+        elif previous is None:
+            before = None
+        elif self._step and _alike(self._step[0], kept):  # a GPU recomputes in another thread, and may round otherwise
+            before, self._step = self._step[1], []
+        else:
+            raise UnsupportedError(
+                "elliptical attention cannot compute this layer again: the values of its forward pass are gone; "
+                "call backward once, before the next forward pass, or leave out activation checkpointing"
+            )
         if before is None or before.shape != kept.shape:
             return None
         return before if self._order is None else self._order[1](before)
@@ -150,16 +157,6 @@ class Elliptical(Standard):
                 self._step = [kept, before]
         if self._next:
             self._values[thread] = kept
-        return before
-
-    def _take_again(self, kept: Tensor) -> Tensor:
-        """Return what `_take` has returned, in the backward pass of a checkpoint, on a GPU in another thread."""
-        if not (self._step and _alike(self._step[0], kept)):
-            raise UnsupportedError(
-                "elliptical attention cannot compute this layer again: the values of its forward pass are gone; "
-                "call backward once, before the next forward pass, or leave out activation checkpointing"
-            )
-        before, self._step = self._step[1], []
         return before
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, *, head: Tensor, seen: Tensor) -> Tensor:

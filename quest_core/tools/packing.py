@@ -36,10 +36,8 @@ PIECE: ContextVar[tuple[int, Tensor | None]] = ContextVar("PIECE", default=(0, N
 class _Layout(NamedTuple):
     """How sequences share padded batches, called buckets. Padding repeats the last token of its sequence.
 
-    Sequences of 3, 4 and 4 tokens share one bucket, the longest first; only its last place is not `real`:
-
-        tokens = [[[3, 4, 5, 6], [7, 8, 9, 10], [0, 1, 2, 2]]]
-        places = [8, 9, 10, 0, 1, 2, 3, 4, 5, 6, 7]
+    Sequences of 3, 4 and 4 tokens are one bucket, [[3, 4, 5, 6], [7, 8, 9, 10], [0, 1, 2, 2]], whose last token is not
+    real, and the places are [8, 9, 10, 0, 1, 2, 3, 4, 5, 6, 7].
     """
 
     tokens: list[Tensor]  # for each bucket, the token at each place of its batch [size, N]
