@@ -567,8 +567,7 @@ def shared_mechanism(attention: AttentionSpec) -> Mechanism:
 
 
 _SHARED = SimpleNamespace()
-"""The latest `MOST_SHARED` mechanisms of `shared_mechanism`; ``_SHARED._33207175657374`` is "quest", in hexadecimal
-after the number of registered mechanisms.
+"""The latest `MOST_SHARED` mechanisms of `shared_mechanism`; ``_33207175657374`` is "3 quest" in hexadecimal.
 
 They are attributes because torch.compile guards those that it reads: it would trace into a function with a cache, and
 no module is a constant in a graph.

@@ -36,10 +36,9 @@ def finite(top: Tensor) -> Tensor:
 
 
 class _Block:
-    """Some queries and the pairs (m [K, C], s [K, 2, C]) that they meet, with their biases w [rows, K]."""
+    """Some queries and the pairs (m [K, C], s [K, 2, C]) that they meet; biases w and what is hidden are [rows, K]."""
 
     def __init__(self, m: Tensor, s: Tensor, w: Tensor, hidden: Tensor | None, seen_by_all: int) -> None:
-        """Take `hidden` [rows, K], which hides none of the first `seen_by_all` pairs from a query."""
         self.m, self.s, self.w, self.hidden = m, s, w, hidden
         self.top, self.top_w = finite(m.amax(0)), w.amax(1, keepdim=True)  # [C], [rows, 1]
         spread = (self.top_w - w.amin(1, keepdim=True)).amax()

@@ -44,8 +44,8 @@ class Linear(Family):
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, is_causal: bool, cache: Cache | None
     ) -> Tensor:
         """Return the output in float32 or wider; a cache changes only where the sums over keys begin."""
-        # A cached sum of earlier keys is not relative to the mask of later ones.
-        keys = _hide(_feature(k), _relative(key_mask) if cache is None else key_mask)
+        relative = cache is None  # a cached sum is not relative to the mask of later keys
+        keys = _hide(_feature(k), _relative(key_mask) if relative else key_mask)
         # [v, 1]: the sum of weights comes out of the same products as the weighted sum of values.
         total = _sum_keys(_feature(q), keys, F.pad(widen(v), (0, 1), value=1.0), is_causal, cache)
         weight = total[..., -1:]
