@@ -98,6 +98,16 @@ def test_new_mechanism_copies_the_example_under_another_name(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize(("kind", "name"), [("mechanism", "power-law"), ("plugin", "my-toy")])
+def test_a_name_may_contain_that_of_the_example(tmp_path, kind, name):
+    assert cli.main([f"new-{kind}", name, "--out", str(tmp_path)]) == 0
+    folder, module = tmp_path / f"quest-{name}", f"quest_{name.replace('-', '_')}"
+    assert [path.name for path in (folder / "src").iterdir()] == [module]
+    project = (folder / "pyproject.toml").read_text()
+    assert f'packages = ["src/{module}"]' in project
+    assert f'= "{module}' in project.partition("entry-points")[2]
+
+
 @pytest.mark.parametrize(("kind", "name"), [("plugin", "core"), ("mechanism", "timm"), ("mechanism", "gqa")])
 def test_names_that_are_taken(tmp_path, capsys, kind, name):
     assert cli.main([f"new-{kind}", name, "--out", str(tmp_path)]) != 0

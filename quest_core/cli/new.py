@@ -57,10 +57,10 @@ def copy_example(example: str, old: str, name: str, out: Path) -> Path:
     if target.exists():
         raise ConfigError(f"'{target}' exists; remove it, or choose another name or --out")
 
+    names = {f"quest_{old}": f"quest_{snake}", old.capitalize(): camel, old: name}
+
     def rename(text: str) -> str:
-        for was, now in ((f"quest_{old}", f"quest_{snake}"), (old.capitalize(), camel), (old, name)):
-            text = text.replace(was, now)
-        return text
+        return re.sub("|".join(names), lambda found: names[found[0]], text)  # in one pass: a name may contain `old`
 
     try:
         with tempfile.TemporaryDirectory(dir=out) as scratch:
