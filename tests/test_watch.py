@@ -254,11 +254,17 @@ def test_a_killed_run_of_the_command_can_be_drawn(tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "found"),
-    [(["--draw", "."], "holds no measurement"), ([], "nothing to run"), (["--every", "0", "train.py"], "--every is 0")],
+    [
+        (["--draw", "."], "holds no measurement"),
+        ([], "nothing to run"),
+        (["--every", "0", "train.py"], "--every is 0"),
+        (["--out", "file/seen", "train.py"], "file is not a writable folder"),
+    ],
 )
 def test_the_command_says_what_is_wrong(tmp_path, monkeypatch, capsys, words, found):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
     with contextlib.suppress(SystemExit):  # argparse's, after its own message
         main(["watch", *words])
     assert found in capsys.readouterr().err

@@ -143,6 +143,9 @@ def look(given: argparse.Namespace) -> int:
     if launch.LOOK in os.environ:
         raise QuestError(f"{name} is started by another quest watch or quest maps; run one at a time")
     folder = given.out or Path(f"quest-{given.command}") / datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise QuestError(f"{name} cannot write into {folder}, because {place} is not a writable folder; choose --out")
     if folder.exists() and any(folder.iterdir()):
         raise QuestError(f"{name}: {folder} is not empty; choose another --out, or remove it")
     try:
