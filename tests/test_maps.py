@@ -1,5 +1,6 @@
 """quest_core.attention_maps: the weights that the outputs were made of."""
 
+import atexit
 import copy
 import json
 import math
@@ -177,3 +178,17 @@ def test_the_models_of_a_script_are_drawn_and_compute_what_they_did(tmp_path, mo
     names = [f"Cached{number}-{what}.png" for number in ("-2", "") for what in ("heads", "keys")]
     assert sorted(file.name for file in tmp_path.iterdir()) == names
     assert "Linear is not drawn: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("call", [2, 3])
+def test_a_call_that_never_came_is_told(tmp_path, capsys, call):
+    pytest.importorskip("matplotlib")
+    maps, model = script.Maps(str(tmp_path), call, None, None), layer().eval()
+    try:
+        for _ in range(2):
+            model(*torch.randn(3, 1, 4, 16), need_weights=False)
+    finally:
+        maps.close()
+        atexit.unregister(maps.say_nothing_drawn)
+    maps.say_nothing_drawn()
+    assert capsys.readouterr().err.startswith("quest maps: drew" if call == 2 else "quest maps: nothing was drawn; no")

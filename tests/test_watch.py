@@ -1,5 +1,6 @@
 """quest_core.Watch and `quest watch` measure a training and leave it as it was."""
 
+import atexit
 import contextlib
 import json
 import math
@@ -230,6 +231,21 @@ def test_a_script_ends_where_no_layer_can_be_measured(tmp_path, capsys, monkeypa
     torch.optim.SGD(model.parameters(), 0.1).step()
     script.close()
     assert re.findall(r"not measured|nothing was", capsys.readouterr().err) == ["not measured"]
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_script_that_trains_in_evaluation_mode_is_told(capsys, trains):
+    script = Script(1, "seen")
+    try:
+        model = nn.Linear(2, 1).train(trains)
+        model(torch.randn(2, 2)).sum().backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        del model
+    finally:
+        script.close()
+        atexit.unregister(script.say_nothing_trained)
+    script.say_nothing_trained()
+    assert ("call model.train()" in capsys.readouterr().err) is not trains
 
 
 def quest(folder, *words):

@@ -75,6 +75,7 @@ class Script:
         self._tried: WeakSet[nn.Module] = WeakSet()
         self._said = (0, -math.inf)  # the latest step that was printed, and when
         self._optimizer: torch.optim.Optimizer | None = None  # the one whose steps count
+        self._trained = self._stepped = False  # a model was called in training mode; an optimizer has stepped
         self._steps = register_optimizer_step_post_hook(self._step)
         self._end_search = look_at_models(self._begin)
 
@@ -83,6 +84,7 @@ class Script:
         if not model.training or not torch.is_grad_enabled() or model in self._tried:
             return
         self._tried.add(model)
+        self._trained = True
         try:
             self.watch = Watch(model, every=self.every, example=lambda model: model(*args, **kwargs))
         except Exception as error:  # whatever it is, the script goes on
@@ -96,6 +98,9 @@ class Script:
 
     def _step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if self.watch is None:
+            if not self._stepped and is_first():
+                self._stepped = True
+                atexit.register(self.say_nothing_trained)
             return
         if self._optimizer is None:
             own = {id(p) for p in self.watch.model.parameters()}
@@ -108,6 +113,11 @@ class Script:
                 out.write(json.dumps({"step": step, "layers": layers}) + "\n")
             if time.monotonic() - self._said[1] >= PAUSE:
                 self._say()
+
+    def say_nothing_trained(self) -> None:
+        """Print why nothing was measured if each model was in evaluation; at the end of a process that trains."""
+        if not self._trained:
+            say("nothing was measured; no model was called in training mode; call model.train()")
 
     def _say(self) -> None:
         """Print the latest measurement."""
@@ -141,12 +151,18 @@ class Maps:
         self.folder, self.call, self.query, self.tokens = Path(folder), call, query, tokens
         self._calls: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self._drawn: Counter[str] = Counter()
+        self._called = False
         self.close = look_at_models(self._draw)
 
     def _draw(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Draw the maps of a model that is about to be called."""
         self._calls[model] = self._calls.get(model, 0) + 1
-        if self._calls[model] != self.call or not is_first():
+        if not is_first():
+            return
+        if not self._called:
+            self._called = True
+            atexit.register(self.say_nothing_drawn)
+        if self._calls[model] != self.call:
             return
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
         images = [x for x in tensors if x.dim() == 4 and x.is_floating_point()]
@@ -166,6 +182,11 @@ class Maps:
             say(f"{name} is not drawn: {error}", "maps")
         else:
             say(f"drew {' and '.join(map(str, found))}", "maps")
+
+    def say_nothing_drawn(self) -> None:
+        """Print that models were called less often than `call`; at the end of the process."""
+        if not self._drawn:
+            say(f"nothing was drawn; no model was called {self.call} times", "maps")
 
 
 def is_first() -> bool:
