@@ -71,6 +71,12 @@ def test_grouped_projections_shrink_and_cannot_grow_back():
         quest_core.inject(model, "quest")
 
 
+def test_a_report_of_a_second_injection_compares_with_the_host():
+    model = nn.MultiheadAttention(8, 2)
+    for attention, size in (("qknorm-hs", "288 -> 290"), ("qknorm-hs", "288 -> 290"), ("quest", "288 parameters")):
+        assert size in str(quest_core.inject(model, attention)[1])
+
+
 def test_training_mode_type_and_frozen_parameters_are_kept():
     model = encoder().eval().bfloat16()
     for parameter in model.parameters():

@@ -17,7 +17,7 @@ from torch import nn
 from ..checkpoints import HOOK, compare_before_loading, set_attention_from
 from ..compat import same_random_state
 from ..config import AttentionConfig, AttentionSpec
-from ..drafts import FORMER, Former, assign, host_class, is_draft, origin_of, restore
+from ..drafts import FORMER, Former, assign, draft, host_class, is_draft, origin_of, restore
 from ..errors import ConfigError, InjectionError, PluginError, QuestError, UnsupportedError
 from ..mechanism import Mechanism, count_kv_heads
 from ..mechanisms.elliptical import chain, refuse_repeated, stack_of
@@ -50,7 +50,7 @@ BY_EXAMPLE = "say inject(model, ..., example=batch), which finds calls of PyTorc
 
 @dataclass(frozen=True)
 class Replacement:
-    """One replaced module: its path, its class, its parameters before and after, and what computes its attention."""
+    """One replaced module: its path, its class, its parameters in the host and now, and what computes its attention."""
 
     path: str
     host_class: str
@@ -507,7 +507,7 @@ def _projections_to_scale(chosen: Iterable[tuple[Adapter, Site]], made: Iterable
 def _row(owner: Adapter, site: Site, made: nn.Module) -> Replacement:
     """Return the entry of a report for the draft that `site.module` will become."""
     norms = _query_norms(owner.projections(made)) if site.fresh else ()
-    before, after = (sum(p.numel() for p in one.parameters()) for one in (site.module, made))
+    before, after = (sum(p.numel() for p in one.parameters()) for one in (draft(site.module), made))
     note = site.note
     if not note and any(part.unit_keys for part in site.attention.components):
         note = _remark_on_norm(site)
