@@ -16,7 +16,7 @@ from torch_geometric.graphgym.checkpoint import load_ckpt, save_ckpt
 from torch_geometric.graphgym.config import cfg, load_cfg, set_cfg
 from torch_geometric.graphgym.logger import set_printing
 from torch_geometric.graphgym.model_builder import create_model
-from torch_geometric.nn import GPSConv, SetTransformerAggregation, TransformerConv
+from torch_geometric.nn import GPSConv, GraphMultisetTransformer, SetTransformerAggregation, TransformerConv
 
 import quest_core
 from devtools.running import python
@@ -116,6 +116,16 @@ def test_set_poolings_refuse_what_graphs_cannot_have(attention):
         quest_core.inject(pool, attention)
     _, report = quest_core.inject(pool, "quest")
     assert [r.adapter for r in report.replacements] == ["graphgps"] * 3
+
+
+def test_elliptical_compares_no_poolings_of_different_things():
+    """pma1 pools nodes and pma2 clusters, which are as many where a graph has as many nodes as there are clusters."""
+    torch.manual_seed(0)
+    pool, _ = quest_core.inject(GraphMultisetTransformer(8, k=4, num_encoder_blocks=2, heads=2), "elliptical")
+    x, batch = torch.randn(11, 8), torch.arange(11) // 4
+    torch.testing.assert_close(pool(x[:4], batch[:4]), pool(x, batch.clamp(max=1))[:1])
+    with pytest.raises(InjectionError, match="no layer follows another"):
+        quest_core.inject(GraphMultisetTransformer(8, k=4, heads=2), "elliptical")
 
 
 # --- GraphGym -------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -78,7 +79,9 @@ class GraphGPSAdapter(TorchAdapter):
                 pools = isinstance(layer, MultiheadAttentionBlock)  # some of them attend from seeds to nodes
                 asked = replace(GraphAttention.capabilities, weights=reads, dropout=module.dropout > 0, cross=pools)
                 place = f"{path}.{name}" if path else str(name)
-                yield Site(place, module, module.num_heads, module.head_dim, asked)
+                # Numbers in the names of poolings are no layers: pma1 pools nodes, and pma2 what pma1 has made.
+                stack = re.sub(r"\b\d+\b", "*", place) if pools else None
+                yield Site(place, module, module.num_heads, module.head_dim, asked, stack=stack)
 
     def kernel(self, site: Site, made: nn.Module) -> str:
         if isinstance(made, EdgeAttention):
