@@ -97,6 +97,16 @@ def test_dgqa_changes_its_sizes_every_window_of_training_steps(evolution):
     assert len({tuple(s) for s in sizes}) > 1
 
 
+def test_samples_without_keys_do_not_count_for_dgqa():
+    """Packing leaves them out, as empty graphs of a batch."""
+    made, k = quest_core.Mechanism("dgqa(kv_heads=2)", num_heads=4, head_dim=4), torch.randn(3, 2, 5, 4)
+    seen = torch.tensor([True, False, False])[:, None, None, None].expand(3, 1, 1, 5)
+    made.grouping(k, 4, seen & False)
+    assert made.grouping.steps == 0
+    made.grouping(k, 4, seen)
+    torch.testing.assert_close(made.grouping.norms, key_norms(k[:1], None)[0].float())
+
+
 def test_dgqa_state_is_saved_and_untouched_by_evaluation():
     spec = "quest+dgqa(kv_heads=2, window=1)"
     made = quest_core.Mechanism(spec, num_heads=4, head_dim=4)

@@ -236,11 +236,11 @@ class DynamicKeyDriven(KeyDriven):
         return head_index(self.sizes, num_heads)
 
     def _mean_over_ranks(self, norms: Tensor) -> Tensor:
-        """Return the mean [G] of norms [B, G] over the samples of all ranks, which may differ in B."""
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return norms.mean(0)
-        total = torch.cat([norms.sum(0), norms.new_full((1,), norms.shape[0])])  # [G + 1]
-        torch.distributed.all_reduce(total, group=self.process_group)
+        """Return the mean [G] of norms [B, G] over the samples with keys, of all ranks; NaN without any."""
+        count = (norms != 0).any(1).sum()
+        total = torch.cat([norms.sum(0), count.to(norms.dtype)[None]])  # [G + 1]
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(total, group=self.process_group)
         return total[:-1] / total[-1]
 
     @torch.no_grad()
