@@ -183,6 +183,15 @@ def test_with_flash_a_small_cloud_is_a_shorter_patch():
     torch.testing.assert_close(attention(x, None, torch.zeros(5, dtype=torch.long)), attention.proj(attended))
 
 
+def test_maps_are_of_the_patches_in_their_order():
+    """Packed, patches of similar length share a batch, the longest first."""
+    model = segmentation(use_flash_attn=True, attention="quest").eval()
+    x, grid, batch = clouds(3, 37, 12)
+    maps = quest_core.attention_maps(model, (x, grid, batch))
+    assert list(maps) == [row.path for row in model.attention_report.replacements]
+    assert (maps["encoder.blocks.0.blocks.0.attn"][:, 0, 0] > 0).sum(-1).tolist() == [3, *[8] * 7]
+
+
 def test_learned_positions_keep_patches_of_one_size():
     """The host's patches shrink to the smallest cloud without flash; here a cloud gives the same with others."""
     model = injected("aft-full(max_length=8)").eval()

@@ -140,7 +140,8 @@ class SerializedAttention(HostAttention):
         Returns:
             [N, C].
         """
-        if self.chained and patches.size is None:
+        whole = self.chained or any(layer.whole for layer in self.mechanism.monitor or ())
+        if whole and patches.size is None:
             patches = patches.padded
         take = patches.slots if order is None else order[patches.slots]  # [S]: the point in each slot
         give = patches.rows if inverse is None else patches.rows[inverse]  # [N]: the slot of each point
@@ -153,7 +154,7 @@ class SerializedAttention(HostAttention):
         with self._precision(q), self._arrangement(take, give, patches):
             if self.upcast:
                 q, k, v = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in (q, k, v))
-            if self.packed and not self.chained:
+            if self.packed and not whole:
                 out = attention_packed(q, k, v, self.mechanism, cu_seqlens=patches.plan, dropout_p=dropout_p)
             else:
                 q, k, v = (part.unflatten(0, (-1, patches.size)).transpose(1, 2) for part in (q, k, v))  # [P, H, K, D]
