@@ -418,6 +418,11 @@ class Adapter(ABC):
         """Return why this host cannot honor `config` at `site`, or None; override it for reasons of the host."""
         kind = self.replacement(site.module)
         why = None if kind is None else kind.refuses(site.module, site.path, config)
+        if kind is not None and any(part.chained for part in config.components):
+            sizes = kind.sizes(site.module)
+            dims = sizes["head_dim"], sizes.get("value_dim") or sizes["head_dim"]
+            if dims[0] != dims[1]:
+                why = "queries have {} features here and values {}, and it weighs the first by the second".format(*dims)
         return why or refusal(config, site.capabilities)
 
 

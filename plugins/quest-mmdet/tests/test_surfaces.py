@@ -120,6 +120,12 @@ def test_a_wrong_config_is_an_error_before_the_work_folder_is_made(options, erro
     assert not (tmp_path / "work").exists()
 
 
+def test_values_narrower_than_queries_refuse_elliptical():
+    """In cross-attention of DAB-DETR a query has positions next to its contents."""
+    with pytest.raises(UnsupportedError, match=r"cross_attn' of mmdet: queries have 64 features here and values 32"):
+        MODELS.build(small(DAB, type="quest_mmdet.DABDETR", attention="elliptical"))
+
+
 def test_queries_of_several_projections_have_no_start():
     with pytest.raises(UnsupportedError, match="queries are made of several projections; leave init out"):
         MODELS.build(small(DAB, type="quest_mmdet.DABDETR", attention="quest(init=12)"))

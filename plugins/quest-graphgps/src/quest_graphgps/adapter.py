@@ -79,7 +79,7 @@ class GraphGPSAdapter(TorchAdapter):
                 pools = isinstance(layer, MultiheadAttentionBlock)  # some of them attend from seeds to nodes
                 asked = replace(GraphAttention.capabilities, weights=reads, dropout=module.dropout > 0, cross=pools)
                 place = f"{path}.{name}" if path else str(name)
-                # Numbers in the names of poolings are no layers: pma1 pools nodes, and pma2 what pma1 has made.
+                # A number in a name counts no layers: pma1 pools nodes, and pma2 the clusters of pma1.
                 stack = re.sub(r"\b\d+\b", "*", place) if pools else None
                 yield Site(place, module, module.num_heads, module.head_dim, asked, stack=stack)
 
