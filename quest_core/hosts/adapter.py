@@ -419,10 +419,9 @@ class Adapter(ABC):
         kind = self.replacement(site.module)
         why = None if kind is None else kind.refuses(site.module, site.path, config)
         if kind is not None and any(part.chained for part in config.components):
-            sizes = kind.sizes(site.module)
-            dims = sizes["head_dim"], sizes.get("value_dim") or sizes["head_dim"]
-            if dims[0] != dims[1]:
-                why = "queries have {} features here and values {}, and it weighs the first by the second".format(*dims)
+            features, of_values = site.head_dim, kind.sizes(site.module).get("value_dim") or site.head_dim
+            if features != of_values:
+                why = f"it weighs features of queries ({features}) by those of values, of which there are {of_values}"
         return why or refusal(config, site.capabilities)
 
 

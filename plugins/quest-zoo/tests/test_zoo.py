@@ -282,3 +282,9 @@ def test_a_running_scale_in_training_mode_takes_steps_of_decoding_and_overflows(
     layer.mechanism(q, torch.where(torch.arange(5)[:, None] == 2, torch.inf, q), q)
     assert steps == layer.mechanism.score.steps == 3
     torch.testing.assert_close(layer.mechanism.score.pending, running, rtol=0.2, atol=0)
+
+
+def test_pair_norm_names_values_of_another_width():
+    q, v = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 3)
+    with pytest.raises(quest_core.UnsupportedError, match="'pair-norm' has weights for heads of 8 features.* 3;"):
+        quest_core.Mechanism("pair-norm", num_heads=4, head_dim=8)(q, q, v)

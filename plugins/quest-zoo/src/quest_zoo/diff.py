@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quest_core import ConfigError, Normalizer, Option, Output, register
+from quest_core import ConfigError, Normalizer, Option, Output, UnsupportedError, register
 from quest_core.mechanisms import Dims, local, naive, wider
 from quest_core.mechanisms.normalizers import Softmax
 from quest_core.ops import visible
@@ -116,6 +116,11 @@ class PairNorm(Output):
         self.factor, self.gain = factor, nn.Parameter(torch.ones(2, dims.head_dim))
 
     def change(self, out: Tensor, v: Tensor, x: Tensor | None) -> Tensor:
+        if out.shape[-1] != self.gain.shape[-1]:
+            raise UnsupportedError(
+                f"'{self.name}' has weights for heads of {self.gain.shape[-1]} features, and these values have "
+                f"{out.shape[-1]}; choose another output where values are narrower or wider than queries"
+            )
         pairs = out.to(wider(out.dtype)).unflatten(1, (-1, 2))  # [B, H/2, 2, N, D]
         inverse = (pairs.square().mean((2, 4), keepdim=True) + EPS).rsqrt()
         return (pairs * inverse * (self.factor * local(self.gain)[:, None])).flatten(1, 2).to(out.dtype)
