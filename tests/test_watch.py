@@ -126,10 +126,16 @@ def test_a_model_that_cannot_be_measured_stays_as_it_was():
         quest_core.Watch(encoder(), steps=-5)
 
 
-def test_summary_leaves_out_heads_that_saw_nothing():
-    seen = {"a": {"entropy": [1.0, math.nan, 3.0], "max_logit": [math.nan, math.nan, math.nan]}}
-    layer = {"attention/a/entropy/min": 1, "attention/a/entropy/mean": 2, "attention/a/entropy/max": 3}
-    assert summary(seen) == {"attention/entropy": 2, **layer}
+def test_summary_shows_that_a_head_is_nan():
+    """A log without them would show a training that diverges as one whose other heads are well."""
+    found = summary({"a": {"entropy": [1.0, 2.0, 3.0], "max_logit": [5.0, math.nan, 3.0]}})
+    ways = {"min": 1, "mean": 2, "max": 3}
+    assert {name: value for name, value in found.items() if "entropy" in name} == {
+        "attention/entropy": 2,
+        **{f"attention/a/entropy/{way}": value for way, value in ways.items()},
+    }
+    lost = {name for name, value in found.items() if math.isnan(value)}
+    assert lost == {"attention/max_logit", *(f"attention/a/max_logit/{way}" for way in ways)}
 
 
 def test_remarks_say_what_grows_and_what_unit_keys_bound():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -19,7 +19,9 @@ OVERFLOW = 65504  # the largest number of float16
 SOON = 1000  # steps
 SATURATED = 0.1  # nats; weights of 0.98 and 0.02 have this entropy
 PAGE = "https://quest-attention.github.io/quest/watching/"
-TOTALS: dict[str, Callable[[list[float]], float]] = {"max_logit": max, "entropy": statistics.fmean}
+Number: TypeAlias = Callable[[list[float]], float]
+OVER_HEADS: dict[str, Number] = {"min": min, "mean": statistics.fmean, "max": max}
+TOTALS: dict[str, Number] = {"max_logit": max, "entropy": statistics.fmean}
 
 
 class Watch:
@@ -75,7 +77,8 @@ class Watch:
 
         Returns:
             {"attention/path/name/min": float, and the same with mean and max}, over the heads of a layer, and
-            "attention/max_logit" and "attention/entropy": the largest and the mean over all heads.
+            "attention/max_logit" and "attention/entropy": the largest and the mean over all heads. NaN if a head has
+            NaN, as in a training that has diverged, or if it saw no pair of a query and a key.
         """
         self.steps += 1
         values = {}
@@ -128,16 +131,18 @@ class Watch:
 
 
 def summary(seen: dict[str, Any]) -> dict[str, float]:
-    """Return what `Monitor.collect` returned as `Watch.step` does; heads without a visible pair do not count."""
-    every = {n: [v for layer in seen.values() for v in layer.get(n, []) if not math.isnan(v)] for n in TOTALS}
-    out = {f"attention/{name}": TOTALS[name](values) for name, values in every.items() if values}
+    """Return what `Monitor.collect` returned as `Watch.step` does; NaN where a head has NaN."""
+    every = {name: [value for layer in seen.values() for value in layer.get(name, [])] for name in TOTALS}
+    out = {f"attention/{name}": _over(TOTALS[name], values) for name, values in every.items() if values}
     for path, names in seen.items():
         for name, heads in names.items():
-            finite = [value for value in heads if not math.isnan(value)]
-            if finite:
-                key = f"attention/{path}/{name}"
-                out |= {f"{key}/min": min(finite), f"{key}/mean": statistics.fmean(finite), f"{key}/max": max(finite)}
+            out |= {f"attention/{path}/{name}/{way}": _over(take, heads) for way, take in OVER_HEADS.items()}
     return out
+
+
+def _over(take: Number, values: list[float]) -> float:
+    """Return ``take(values)``, or NaN if one of them is, which `min` and `max` may overlook."""
+    return math.nan if any(map(math.isnan, values)) else take(values)
 
 
 def not_measured(unseen: dict[str, str]) -> list[str]:
