@@ -112,6 +112,13 @@ def unexpected_entry(key: str, entry: Tensor, host: str) -> CheckpointError:
     )
 
 
+def refuse_entries(state_dict: Mapping[str, Any], host: str) -> None:
+    """Raise CheckpointError if a state dict names an attention, where the model has the attention of `host` itself."""
+    for key, entry in state_dict.items():
+        if key.endswith(ENTRY):
+            raise unexpected_entry(key, entry, host)
+
+
 class CheckpointGuard(nn.Module):
     """A module whose state dict names its attention, and which refuses a checkpoint of another."""
 

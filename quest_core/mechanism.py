@@ -561,6 +561,11 @@ def attention(
     return mechanism.forward(q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
 
 
+def has_mechanism(model: torch.nn.Module) -> bool:
+    """Return whether a module of `model` has an attention of quest_core, `standard` included."""
+    return any(isinstance(module, Mechanism) for module in model.modules())
+
+
 def shared_mechanism(attention: AttentionSpec) -> Mechanism:
     """Return the mechanism of `attention`, in evaluation, shared by all callers; ConfigError if it keeps anything."""
     return getattr(_SHARED, _shared_name(_as_constant(attention)))  # type: ignore[no-any-return]

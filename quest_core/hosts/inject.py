@@ -19,7 +19,7 @@ from ..compat import same_random_state
 from ..config import AttentionConfig, AttentionSpec
 from ..drafts import FORMER, Former, assign, draft, host_class, is_draft, origin_of, restore
 from ..errors import ConfigError, InjectionError, PluginError, QuestError, UnsupportedError
-from ..mechanism import Mechanism, count_kv_heads
+from ..mechanism import Mechanism, count_kv_heads, has_mechanism
 from ..mechanisms.elliptical import chain, refuse_repeated, stack_of
 from ..notices import say
 from ..projections import Projected, init_norms, norm_factors
@@ -362,7 +362,7 @@ def _choose(
             chosen.append((owner, replace(site, attention=config)))
     if not chosen:
         raise InjectionError(f"no attention was chosen for any of {', '.join(repr(site.path) for site in kept)}")
-    if held := [site.path for site in kept if any(isinstance(part, Mechanism) for part in site.module.modules())]:
+    if held := [site.path for site in kept if has_mechanism(site.module)]:
         raise InjectionError(
             f"no attention was chosen for '{held[0]}', which has one of quest_core; choose that again, or call uninject"
         )
@@ -649,7 +649,7 @@ def _nothing_found(model: nn.Module, adapters: Iterable[Adapter], finding: Findi
     if ran:
         text += ", and its run reached no call of scaled_dot_product_attention or its kin, and no softmax of q·k"
         text += "".join(f"; '{path}': {why}" for path, why in list(finding.left_alone.items())[:8])
-    if any(isinstance(module, Mechanism) for module in model.modules()):
+    if has_mechanism(model):
         return f"{text}; it has attention of quest_core, which is chosen where it is built: attention=..."
     if lookalikes:
         text += f"; modules that look like attention: {', '.join(lookalikes)}"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..compat import has_numbers, is_compiling_without_dynamo, is_recomputing, wider
 from ..errors import InjectionError, check_sizes
 from ..hosts.inject import REPORT, inject, uninject
-from ..mechanism import Mechanism
+from ..mechanism import Mechanism, has_mechanism
 from ..notices import say
 from ..ops import logits, merge_masks
 from .packing import PIECE
@@ -150,7 +150,7 @@ def borrow(model: nn.Module, example: Any = None) -> Callable[[], None]:
     host's log.
     """
     if model not in _BORROWED:
-        if any(isinstance(module, Mechanism) for module in model.modules()):
+        if has_mechanism(model):
             return lambda: None
         _, report = inject(model, "standard", example=example, allow_partial=True)
         _BORROWED[model] = set()

@@ -28,13 +28,14 @@ from mmengine.registry import Registry
 from mmengine.runner import FlexibleRunner, Runner, checkpoint
 from torch import nn
 
-from quest_core.checkpoints import ENTRY, CheckpointGuard, unexpected_entry
+from quest_core.checkpoints import refuse_entries
 from quest_core.compat import FUSED_ON_CPU, FUSED_ON_CPU_BACKWARD
 from quest_core.config import AttentionConfig
 from quest_core.drafts import draft
 from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, HostAttention, Site, moves, sections
 from quest_core.hosts.inject import KEYS, REPORT, Request, open_texts, rehearse
+from quest_core.mechanism import has_mechanism
 from quest_core.projections import init_norms
 
 
@@ -90,9 +91,8 @@ class MmengineAdapter(Adapter):
 
         def load(stock: Callable[..., None], module: nn.Module, state_dict: Any, *rest: Any, **o: Any) -> None:
             """Load a checkpoint, unless it names an attention and the model has the host's own."""
-            entries = {key: x for key, x in state_dict.items() if key.endswith(ENTRY)}
-            if entries and not any(isinstance(part, CheckpointGuard) for part in module.modules()):
-                raise unexpected_entry(*next(iter(entries.items())), self.name)
+            if not has_mechanism(module):
+                refuse_entries(state_dict, self.name)
             stock(module, state_dict, *rest, **o)
 
         def inferring(stock: Callable[..., Any], inferencer: Any, cfg: Any, *rest: Any, **options: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from quest_core.checkpoints import CheckpointGuard, compare
+from quest_core.checkpoints import compare
 from quest_core.drafts import host_class
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, moves, rate, refusal
@@ -23,7 +23,7 @@ from quest_core.hosts.inject import KEYS, REPORT, Request, inject
 from quest_core.hosts.sites import FoundSite, within
 from quest_core.hosts.torch import TorchAdapter
 from quest_core.hosts.universal import Routed
-from quest_core.mechanism import Mechanism
+from quest_core.mechanism import Mechanism, has_mechanism
 
 
 class TimmAdapter(Adapter):
@@ -109,9 +109,7 @@ class TimmAdapter(Adapter):
 def _create_with_attention(stock: Callable[..., nn.Module], *arguments: Any, **options: Any) -> nn.Module:
     """Run create_model; refuse a model of a user's own function that took `attention` and did not read it."""
     made = stock(*arguments, **options)
-    if options.get("attention") is not None and not any(
-        isinstance(module, CheckpointGuard) for module in made.modules()
-    ):
+    if options.get("attention") is not None and not has_mechanism(made):
         name = arguments[0] if arguments else options["model_name"]
         raise InjectionError(
             f"attention={options['attention']!r} was given to {name!r}, which did not read it; build the model with "
@@ -214,6 +212,6 @@ def _compare_arrays(stock: Callable[..., Any], model: nn.Module, *arguments: Any
     """Run load_pretrained, which copies the arrays of an npz file one by one: they are of standard attention."""
     load = object()
     for path, module in model.named_modules():
-        if isinstance(module, CheckpointGuard):
+        if isinstance(module, Mechanism):
             compare(None, module.config, module.attention_from, path, load)
     return stock(model, *arguments, **options)

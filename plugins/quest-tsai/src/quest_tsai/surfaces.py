@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quest_core.checkpoints import ENTRY, unexpected_entry
+from quest_core.checkpoints import ENTRY, refuse_entries
 from quest_core.errors import CheckpointError, ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter
 from quest_core.hosts.inject import KEYS, Request
 from quest_core.hosts.torch import TorchAdapter
+from quest_core.mechanism import has_mechanism
 from quest_core.projections import Projected, init_norms
 
 ARCHITECTURES = (
@@ -95,7 +96,7 @@ def read_early(stock: Any, /, *arguments: Any, **options: Any) -> Any:
     request = choose(get_arch(arch), {name: given[name] for name in names} | (given.get("arch_config") or {}))
     made = stock(*arguments, **options)
     model = (arguments[0] if made is None else made).model
-    if request is not None and not any(hasattr(module, ENTRY) for module in model.modules()):
+    if request is not None and not has_mechanism(model):
         raise InjectionError(
             f"attention='{request.attention}' was given to {arch!r}, which did not read it; pass it on to an "
             "architecture of tsai, or call quest_core.inject(model, ...) before the learner is made"
@@ -122,9 +123,7 @@ def check_transfer(
     stored = torch.load(weights_path, map_location=default_device() if device is None else device)
     parts = {f"{path}.": module for path, module in model.named_modules() if isinstance(module, Projected)}
     if not parts:
-        for key in stored:
-            if key.endswith(f".{ENTRY}"):
-                raise unexpected_entry(key, stored[key], "tsai")
+        refuse_entries(stored, "tsai")
         stock(model, weights_path, device, exclude_head)
         return
 
