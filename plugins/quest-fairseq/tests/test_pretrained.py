@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 import quest_core
 from quest_core.hosts.inject import REPORT
-from quest_fairseq.adapter import put
+from quest_fairseq.adapter import inject_asked
 from quest_fairseq.config import read
 
 SIZES = ["embed-dim", "16", "ffn-embed-dim", "32", "attention-heads", "4", "layers", "1"]
@@ -88,7 +88,7 @@ def test_an_encoder_of_another_attention_is_refused_or_converted(tmp_path):
 
 def test_a_part_without_attention_stays_as_it_is():
     part = torch.nn.LSTM(4, 4)
-    put(read(options("quest_s2t_transformer", *S2T)), part, part=True)
+    inject_asked(read(options("quest_s2t_transformer", *S2T)), part, part=True)
     assert not hasattr(part, REPORT)
 
 

@@ -47,7 +47,7 @@ class FairseqAdapter(Adapter):
 
     def change_host(self) -> None:
         """Register a model ``quest_...`` for each model of fairseq, and its presets; change fairseq."""
-        self.patches.once("models", functools.partial(models.register, put), models.unregister)
+        self.patches.once("models", functools.partial(models.register, inject_asked), models.unregister)
         patches.install(self.patches)
         # fairseq-train gives the file of --log-file only to this logger.
         self.forward_notices(lambda: logging.getLogger("fairseq_cli.train"))
@@ -58,8 +58,11 @@ def _part(site: Site) -> str:
     return "cross" if asked.cross else "decoder" if asked.causal else "encoder"
 
 
-def put(asked: Asked, model: nn.Module, *, fresh: bool = True, part: bool = False) -> None:
+def inject_asked(asked: Asked, model: nn.Module, *, fresh: bool = True, part: bool = False) -> None:
     """Put into a model that fairseq has just built what its options ask for, and report it.
+
+    fairseq loads a pretrained encoder or decoder while it builds a model. Such a part gets its attention before
+    (`load_part`), so that the checkpoint is compared with it; then the whole model gets the rest.
 
     Args:
         model: its loaded parts may have their attention already.
@@ -74,12 +77,12 @@ def put(asked: Asked, model: nn.Module, *, fresh: bool = True, part: bool = Fals
         refuse_missing(asked, found, type(model).__name__)
     held = {site.module: _fits(site, asked) for site in sites if hasattr(site.module, "mechanism")}
     done = [module for module, fits in held.items() if fits]
-    fresh = fresh or (bool(held) and len(done) == len(held))  # what was loaded is done
+    fresh = fresh or (bool(held) and len(done) == len(held))  # the loaded parts keep their attention
     groups: dict[AttentionConfig, list[str]] = {}
     for name in PARTS:
         if name in found or not found:
             groups.setdefault(asked.of[name], []).append(name)
-    if not fresh and not held:
+    if not fresh and not held:  # stock weights were loaded in another way
         for config, parts in groups.items():
             compare(None, config, asked.trained, " and ".join(parts), model)
     options: dict[str, Any] = {"attention_from": asked.trained, "allow_partial": asked.allow_partial, "fresh": fresh}

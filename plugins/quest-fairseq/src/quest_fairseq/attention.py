@@ -108,9 +108,10 @@ class Attention(HostAttention, MultiheadAttention):
         q = self._split(self.q_proj(query), self.num_heads)  # [B, H, T, D]
         weights: Tensor | None = None
         if incremental_state is not None and not self.encoder_decoder_attention:
-            other = None if self.self_attention else key  # of the other channel of speech
-            given = (query, query) if other is None else (other, other if value is None else value)
-            out = self._step(q, given, key_padding_mask, incremental_state, attn_mask, dropout_p)
+            if self.self_attention or key is None:  # else of the other channel of speech
+                key = value = query
+            value = key if value is None else value
+            out = self._step(q, key, value, key_padding_mask, incremental_state, attn_mask, dropout_p)
         else:
             k, v, padding = self._keys(query, key, value, key_padding_mask, incremental_state, static_kv)
             # The beams of a sentence share its keys: they are further queries of one sample.
@@ -165,16 +166,14 @@ class Attention(HostAttention, MultiheadAttention):
     def _step(
         self,
         q: Tensor,
-        given: tuple[Tensor, Tensor],
+        key: Tensor,
+        value: Tensor,
         padding: Tensor | None,
         state: State,
         attn_mask: Tensor | None,
         dropout_p: float,
     ) -> Tensor:
-        """Return one step of decoding [B, H, T, D], from the cache and the new tokens `given` [T, B, E] twice.
-
-        These are for keys and for values.
-        """
+        """Return one step of decoding [B, H, T, D], from the cache and the new tokens' `key` and `value` [T, B, E]."""
         if attn_mask is not None:
             raise InputError("a decoding step is causal by itself and takes no attn_mask")
         kept = self._get_input_buffer(state)
@@ -190,7 +189,7 @@ class Attention(HostAttention, MultiheadAttention):
             new = q.new_ones(batch, tokens, dtype=torch.bool) if padding is None else ~padding.bool()
             real = torch.cat([earlier, new], dim=1)  # [B, tokens so far]
             mask = real[:, None, None]
-        k, v = (self._split(made, self.kv_heads) for made in (self.k_proj(given[0]), self.v_proj(given[1])))
+        k, v = self._split(self.k_proj(key), self.kv_heads), self._split(self.v_proj(value), self.kv_heads)
         out = self.mechanism.decode(q, k, v, cache, attn_mask=mask, dropout_p=dropout_p)
         if real is not None:
             cache["real"] = real

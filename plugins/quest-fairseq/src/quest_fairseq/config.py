@@ -76,15 +76,15 @@ def read(options: Any) -> Asked:
     lengths = [x for x in (getattr(options, name, None) for name in names) if isinstance(x, int)]
     positions = max(lengths, default=0) or getattr(options, "tokens_per_sample", 1024)
 
-    def sizes_of(attention: Any) -> AttentionConfig:
+    def with_positions(attention: Any) -> AttentionConfig:
         config = parse(attention)
         learns = any(option.name == "max_length" for part in config.components for option in part.options)
         return AttentionConfig.parse({"max_length": positions, **config.to_dict()}) if learns else config
 
-    everywhere = sizes_of(getattr(options, "attention", "quest"))
+    everywhere = with_positions(getattr(options, "attention", "quest"))
     own = {part: getattr(options, f"attention_{part}", None) for part in PARTS}
     named = tuple(part for part in PARTS if own[part] is not None)
-    of = {part: sizes_of(own[part]) if part in named else everywhere for part in PARTS}
+    of = {part: with_positions(own[part]) if part in named else everywhere for part in PARTS}
     given = options if isinstance(options, DictConfig) else vars(options)
     for name in [name for name in given if name.endswith("layerdrop") and (given[name] or 0) > 0]:
         dropped = [of[part] for part in PARTS if part in name or name == "layerdrop"]
@@ -96,7 +96,7 @@ def read(options: Any) -> Asked:
                 )
     trained = getattr(options, "attention_from", None)
     partial = bool(getattr(options, "allow_partial", False))
-    asked = Asked(of, named, None if trained is None else sizes_of(trained), partial)
+    asked = Asked(of, named, None if trained is None else with_positions(trained), partial)
     _refuse(asked, options)
     return asked
 

@@ -29,14 +29,14 @@ BUILDS: ContextVar[Build | None] = ContextVar("BUILDS", default=None)
 class Build:
     """A model that fairseq is building, into whose parts it may load checkpoints."""
 
-    put: Callable[[nn.Module], None]  # the attention into a part that is about to be loaded
-    loads: bool = False  # a checkpoint was read for some other part
+    inject_asked: Callable[[nn.Module], None]  # into a part that is about to be loaded
+    loaded: bool = False  # a checkpoint was read for something else than such a part
 
 
 class WithAttention:
     """A fairseq model whose options name its attention."""
 
-    put: ClassVar[Callable[..., None]]
+    inject_asked: ClassVar[Callable[..., None]]
 
     @classmethod
     def add_args(cls, parser: ArgumentParser) -> None:
@@ -49,13 +49,13 @@ class WithAttention:
     def build_model(cls, args: Any, task: Any) -> Any:
         """Build fairseq's model, replace its attention and report it; raises as `read` and `inject`."""
         asked = read(args)  # before fairseq builds anything
-        build = Build(functools.partial(cls.put, asked, part=True))
+        build = Build(functools.partial(cls.inject_asked, asked, part=True))
         outer = BUILDS.set(build)
         try:
             model = super().build_model(args, task)  # type: ignore[misc]
         finally:
             BUILDS.reset(outer)
-        cls.put(asked, model, fresh=not build.loads)
+        cls.inject_asked(asked, model, fresh=not build.loaded)
         return model
 
 
@@ -64,19 +64,20 @@ def load_part(stock: Callable[..., Any], component: nn.Module, *arguments: Any, 
     build = BUILDS.get()
     if build is None:
         return stock(component, *arguments, **options)
-    build.put(component)
-    loads = build.loads
-    loaded = stock(component, *arguments, **options)
-    build.loads = loads
+    build.inject_asked(component)
+    before = build.loaded
+    loaded = stock(component, *arguments, **options)  # reads the checkpoint, which sets build.loaded
+    build.loaded = before
     return loaded
 
 
-def register(put: Callable[..., None]) -> None:
+def register(inject_asked: Callable[..., None]) -> None:
     """Register a model for each of fairseq's, and a preset for each preset, of the same name behind `PREFIX`."""
     for stock, kind in [*host.MODEL_REGISTRY.items()]:
         if not kind.__module__.startswith(("fairseq.models.", "fairseq.examples.")):
             continue  # of the user, or parallel in a way that needs other attention
-        ours = type(f"Quest{kind.__name__}", (WithAttention, kind), {"put": staticmethod(put), "__module__": __name__})
+        body = {"inject_asked": staticmethod(inject_asked), "__module__": __name__}
+        ours = type(f"Quest{kind.__name__}", (WithAttention, kind), body)
         options = getattr(kind, "__dataclass", None)
         if options is not None:
             named = {"__module__": __name__, "__doc__": f"The options of {stock}, and the attention."}

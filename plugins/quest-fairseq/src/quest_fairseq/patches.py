@@ -73,7 +73,7 @@ def _reach_the_model(stock: Callable[..., Any], path: str, arg_overrides: Any = 
     """
     state = stock(path, arg_overrides, *others, **more)
     if (build := BUILDS.get()) is not None:
-        build.loads = True
+        build.loaded = True
     overrides = arg_overrides or {}
     places = [place for place in (overrides, overrides.get("model")) if isinstance(place, dict)]
     given = {name: place[name] for place in places for name in OPTIONS if name in place}

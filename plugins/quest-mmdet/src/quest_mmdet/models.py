@@ -10,4 +10,4 @@ from mmdet.models import backbones, detectors
 
 from .adapter import MmdetAdapter
 
-globals().update(MmdetAdapter.accepting((detectors, backbones)))
+globals().update(MmdetAdapter.register_with_attention((detectors, backbones)))

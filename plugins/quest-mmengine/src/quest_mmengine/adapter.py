@@ -54,14 +54,14 @@ class MmengineAdapter(Adapter):
         request.apply(model, self)
 
     @classmethod
-    def accepting(cls, homes: Iterable[Any]) -> dict[str, type[Any]]:
+    def register_with_attention(cls, homes: Iterable[Any]) -> dict[str, type[Any]]:
         """Register each of `types` that a module in `homes` has, with the further keys; return them by name."""
         made = {}
         for home in homes:
             for name in sorted(name for name in cls.types if inspect.isclass(getattr(home, name, None))):
                 doc = f"{cls.name}'s {name}, which accepts attention."
                 body = {"__module__": f"{cls.package}.models", "__doc__": doc, "adapter": cls}
-                made[name] = type(name, (Accepts, getattr(home, name)), body)
+                made[name] = type(name, (WithAttention, getattr(home, name)), body)
                 cls.models.register_module(module=made[name])
         return made
 
@@ -85,7 +85,7 @@ class MmengineAdapter(Adapter):
             given = inspect.signature(stock).bind(runner, *arguments, **options).arguments
             model = given["model"]
             self.check(given.get("cfg") or {}, model)
-            if isinstance(model, Mapping) and any(self.offers(model)):
+            if isinstance(model, Mapping) and any(self.our_parts(model)):
                 rehearse(lambda: self.models.build(copy.deepcopy(model)))
             return stock(runner, *arguments, **options)
 
@@ -142,10 +142,13 @@ class MmengineAdapter(Adapter):
                 drafts.setdefault(module, draft(module)).init_weights = functools.partial(_init_weights, module)
 
     @classmethod
-    def offers(cls, config: Any, at: str = "") -> Iterator[tuple[str, Mapping[str, Any], str]]:
-        """Yield path, mapping and class of each part of a model's config, itself `at` a path, that has a type of ours.
+    def our_parts(cls, config: Any, at: str = "") -> Iterator[tuple[str, Mapping[str, Any], str]]:
+        """Yield (path, mapping, class name) of each part of a model's config whose type is one of this plugin.
 
         Raises ConfigError where a class of the host itself is given an attention. Some of them ignore unknown keys.
+
+        Args:
+            at: the path of `config`, for messages.
         """
         for path, part in sections(config, at):
             kind = part.get("type") or ""
@@ -165,7 +168,7 @@ class MmengineAdapter(Adapter):
         name = f"{cls.package}.{kind.__name__}"
         known = {key for base in kind.__mro__ for key in inspect.signature(base.__init__).parameters}
         request = Request.read(options, name, options.keys() - known - {"type"})
-        inner = [(path, part.get("attention")) for path, part, _ in cls.offers(options) if path]
+        inner = [(path, part.get("attention")) for path, part, _ in cls.our_parts(options) if path]
         parts = [(path, AttentionConfig.parse(own)) for path, own in inner if own is not None]
         if request is None and not parts:
             raise ConfigError(
@@ -192,7 +195,7 @@ class MmengineAdapter(Adapter):
         """
         given, built = config.get("attention"), set()
         for part in (config.get("model"), model):
-            for _, options, name in cls.offers(part, "model"):
+            for _, options, name in cls.our_parts(part, "model"):
                 request = cls.read(options, cls.models.get(name))
                 built |= {str(request.attention)} if request else set()
         if given is None:
@@ -208,7 +211,7 @@ class MmengineAdapter(Adapter):
             )
 
 
-class Accepts:
+class WithAttention:
     """Builds the host's model, then replaces its attention. Every argument is checked before anything is built.
 
     Args:

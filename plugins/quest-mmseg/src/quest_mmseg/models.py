@@ -10,4 +10,4 @@ from mmseg.models import backbones, decode_heads, segmentors
 
 from .adapter import MmsegAdapter
 
-globals().update(MmsegAdapter.accepting((segmentors, backbones, decode_heads)))
+globals().update(MmsegAdapter.register_with_attention((segmentors, backbones, decode_heads)))

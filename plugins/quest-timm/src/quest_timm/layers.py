@@ -47,9 +47,8 @@ class Replacement(HostAttention):
         """Return why a module cannot honor `config`: norms, biases on the logits, or moving windows."""
         if config.initial_norms and normalizes(host):
             return "qk_norm=True normalizes queries and keys after their projections, so initial norms have no effect"
-        if config.family is not None and hasattr(
-            host, "relative_position_bias_table"
-        ):  # BEiT's may be given to forward
+        biased = hasattr(host, "relative_position_bias_table")  # None in BEiT, whose forward may be given one
+        if config.family is not None and biased:
             return f"relative positions are added to the logits, and '{config.family}' has none"
         stacked = cls.stacked and re.search(r"^(\w+\.)?blocks\.\d+\.attn$", path)
         return None if stacked else moves(config)

@@ -22,7 +22,7 @@ from .layers import (
     Replacement,
     TabularAttention,
 )
-from .surfaces import accept, check_transfer, read_early, start_again
+from .surfaces import build_with_attention, check_early, init_again, transfer
 
 REPLACEMENTS: dict[str, type[Replacement]] = {
     "tsai.models.layers.MultiheadAttention": MultiheadAttention,
@@ -65,9 +65,10 @@ class TsaiAdapter(Adapter):
             except ImportError:  # the architecture needs another package, which is missing
                 continue
             if isinstance(architecture, type):  # scikit-learn pipelines among them
-                self.patches.around(architecture, "__init__", functools.partial(accept, architecture, self))
+                change = functools.partial(build_with_attention, architecture, self)
+                self.patches.around(architecture, "__init__", change)
         for kind in (tslearner.TSClassifier, tslearner.TSRegressor, tslearner.TSForecaster):
-            self.patches.around(kind, "__init__", read_early)
-        self.patches.around(learner, "ts_learner", read_early, everywhere=True)
-        self.patches.around(utils, "transfer_weights", check_transfer, everywhere=True)
-        self.patches.around(utils, "apply_init", start_again, everywhere=True)
+            self.patches.around(kind, "__init__", check_early)
+        self.patches.around(learner, "ts_learner", check_early, everywhere=True)
+        self.patches.around(utils, "transfer_weights", transfer, everywhere=True)
+        self.patches.around(utils, "apply_init", init_again, everywhere=True)

@@ -92,7 +92,7 @@ class Replacement(HostAttention):
         made.scaled = hasattr(getattr(host, "sdp_attn", None), "scale") and takes_scale(config)
         return made
 
-    def attend_or_store(
+    def attend_with_scores(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, prev: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the output [B, N, H·Dv], and the weights and scores [B, H, N, M] or None if they were not formed.
@@ -163,7 +163,7 @@ class MultiheadAttention(Replacement):
         hidden = mask if attn_mask is None else attn_mask
         if hidden is not None:
             hidden = plain(hidden)[(None,) * (4 - hidden.dim())]  # [.., .., N, M]
-        out, weights, scores = self.attend_or_store(q, k, v, one_mask(hidden, seen), prev)
+        out, weights, scores = self.attend_with_scores(q, k, v, one_mask(hidden, seen), prev)
         out = self.to_out(out) if hasattr(self, "to_out") else self.W_O(out)
         return (out, weights, scores) if getattr(self, "res_attention", False) else (out, weights)
 
@@ -184,7 +184,7 @@ class PerceiverAttention(Replacement):
         """Attend from x [B, N, E] to a context [B, M, C], x by default; returns [B, N, E]."""
         x = plain(x)
         k, v = self.to_kv(x if context is None else plain(context)).chunk(2, dim=-1)
-        out = self.attend_or_store(*self.split(self.to_q(x), k, v))[0]
+        out = self.attend_with_scores(*self.split(self.to_q(x), k, v))[0]
         return self.to_out(out)  # type: ignore[no-any-return]
 
 
@@ -201,7 +201,7 @@ class ConvTranAttention(Replacement):
         added = None
         if hasattr(self, "Er"):
             added = Attention_Rel_Vec.skew(self, q @ self.Er.mT) * self.scale  # [B, H, N, N]
-        out = self.attend_or_store(q, k, v, added)[0]  # [B, N, H·D]
+        out = self.attend_with_scores(q, k, v, added)[0]  # [B, N, H·D]
         if hasattr(self, "relative_bias_table"):
             n, heads = self.seq_len, self.relative_bias_table[self.relative_index.flatten()]  # [N·N, H]
             bias = heads.view(n, n, -1).permute(2, 0, 1)  # [H, N, N]

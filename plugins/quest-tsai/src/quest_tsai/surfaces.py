@@ -46,7 +46,7 @@ ARCHITECTURES = (
 """Architectures of tsai that have an attention to replace."""
 
 
-def choose(architecture: Any, options: Mapping[str, Any]) -> Request | None:
+def read_request(architecture: Any, options: Mapping[str, Any]) -> Request | None:
     """Return what the options of an architecture (a class or function that builds a model, or a model) ask for."""
     built = isinstance(architecture, nn.Module)
     kind = type(architecture) if built else architecture
@@ -71,17 +71,17 @@ def choose(architecture: Any, options: Mapping[str, Any]) -> Request | None:
     return request
 
 
-def accept(
+def build_with_attention(
     architecture: type[Any], adapter: Adapter, stock: Callable[..., None], self: Any, /, *arguments: Any, **options: Any
 ) -> None:
     """Run `architecture.__init__`: build the stock model, then inject."""
-    request = choose(architecture, options)
+    request = read_request(architecture, options)
     stock(self, *arguments, **{name: value for name, value in options.items() if name not in KEYS})
     if request is not None:
         request.apply(self, [adapter, TorchAdapter()])
 
 
-def read_early(stock: Any, /, *arguments: Any, **options: Any) -> Any:
+def check_early(stock: Any, /, *arguments: Any, **options: Any) -> Any:
     """Run a function or `__init__` that makes a learner; refuse what cannot be before the data is prepared."""
     from tsai.learner import get_arch
     from tsai.models.utils import build_ts_model
@@ -93,7 +93,7 @@ def read_early(stock: Any, /, *arguments: Any, **options: Any) -> Any:
     for name in () if passes_on else sorted(names & {*KEYS}):
         raise ConfigError(f"{name!r} is an option of the architecture; write arch_config={{{name!r}: {given[name]!r}}}")
     arch = "InceptionTimePlus" if given.get("arch") is None else given["arch"]
-    request = choose(get_arch(arch), {name: given[name] for name in names} | (given.get("arch_config") or {}))
+    request = read_request(get_arch(arch), {name: given[name] for name in names} | (given.get("arch_config") or {}))
     made = stock(*arguments, **options)
     model = (arguments[0] if made is None else made).model
     if request is not None and not has_mechanism(model):
@@ -104,20 +104,20 @@ def read_early(stock: Any, /, *arguments: Any, **options: Any) -> Any:
     return made
 
 
-def start_again(stock: Callable[..., None], model: nn.Module, *arguments: Any, **options: Any) -> None:
+def init_again(stock: Callable[..., None], model: nn.Module, *arguments: Any, **options: Any) -> None:
     """Run `apply_init`, which draws projections again, and set the initial norms that the attention asks for."""
     stock(model, *arguments, **options)
     init_norms(model)
 
 
-def check_transfer(
+def transfer(
     stock: Callable[..., None],
     model: nn.Module,
     weights_path: Any,
     device: Any = None,
     exclude_head: bool = True,
 ) -> None:
-    """Run `transfer_weights`, which copies tensors by name and so neither compares the attention nor pools heads."""
+    """Do what `transfer_weights` does, which copies tensors by name, but compare the attention and pool heads."""
     from fastai.torch_core import default_device
 
     stored = torch.load(weights_path, map_location=default_device() if device is None else device)
