@@ -89,13 +89,13 @@ def check_early(stock: Any, /, *arguments: Any, **options: Any) -> Any:
     code = stock.__code__  # its signature is fastai's, which hides **kwargs
     own, passes_on = code.co_varnames[: code.co_argcount], code.co_flags & inspect.CO_VARKEYWORDS
     given = {**dict(zip(own, arguments, strict=False)), **options}
-    names = given.keys() - {*own} - inspect.signature(build_ts_model).parameters.keys()
-    for name in () if passes_on else sorted(names & {*KEYS}):
+    further = given.keys() - {*own} - inspect.signature(build_ts_model).parameters.keys()  # for the architecture
+    for name in () if passes_on else sorted(further & {*KEYS}):
         raise ConfigError(f"{name!r} is an option of the architecture; write arch_config={{{name!r}: {given[name]!r}}}")
     arch = "InceptionTimePlus" if given.get("arch") is None else given["arch"]
-    request = read_request(get_arch(arch), {name: given[name] for name in names} | (given.get("arch_config") or {}))
+    request = read_request(get_arch(arch), {name: given[name] for name in further} | (given.get("arch_config") or {}))
     made = stock(*arguments, **options)
-    model = (arguments[0] if made is None else made).model
+    model = (arguments[0] if made is None else made).model  # an `__init__` returns None
     if request is not None and not has_mechanism(model):
         raise InjectionError(
             f"attention='{request.attention}' was given to {arch!r}, which did not read it; pass it on to an "
@@ -121,8 +121,8 @@ def transfer(
     from fastai.torch_core import default_device
 
     stored = torch.load(weights_path, map_location=default_device() if device is None else device)
-    parts = {f"{path}.": module for path, module in model.named_modules() if isinstance(module, Projected)}
-    if not parts:
+    layers = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, Projected))
+    if not layers:
         refuse_entries(stored, "tsai")
         stock(model, weights_path, device, exclude_head)
         return
@@ -132,9 +132,7 @@ def transfer(
 
     own, given = take(model.state_dict()), take(stored)
     fits = {
-        name: x
-        for name, x in given.items()
-        if name.startswith(tuple(parts)) or (name in own and x.shape == own[name].shape)
+        name: x for name, x in given.items() if name.startswith(layers) or (name in own and x.shape == own[name].shape)
     }
     if not fits:
         raise CheckpointError(f"{weights_path} and the model have no weights in common")
