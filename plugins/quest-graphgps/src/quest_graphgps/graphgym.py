@@ -98,6 +98,7 @@ def forget_keys() -> None:
 def _refuse_unknown_keys(stock: Stock, cfg: Any, args: Any) -> Any:
     """load_cfg merges a file and the command line; yacs's errors about keys near ours do not say what to write."""
     file = yaml.safe_load(Path(args.cfg_file).read_text(encoding="utf-8")) or {}
+    # A mapping ends with a dot, because a command line would go on with a key of it.
     given = [f"{s}.{key}" + "." * isinstance(x, dict) for s in SECTIONS for key, x in (file.get(s) or {}).items()]
     for path in (*given, *(args.opts or [])[::2]):
         section, _, rest = str(path).partition(".")
