@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import ALL_ATTENTION_FUNCTIONS, Ll
 
 import quest_core
 from quest_core.errors import CheckpointError, InjectionError, UnsupportedError
-from quest_transformers.layers import has_mechanism
+from quest_core.mechanism import has_mechanism
 
 DRAWN = 3
 LARGEST = 2_000_000  # parameters

@@ -17,9 +17,9 @@ from quest_core.mechanism import head_sizes
 from quest_core.projections import Projected
 
 from . import configs, surfaces
-from .anatomy import Anatomy, examine, is_attention, regroups, takes_cache, turns, unscalable
+from .anatomy import Anatomy, examine, is_attention, is_rotary, regroups, takes_cache, unscalable
 from .examples import Example
-from .layers import NAMES, View, prepares, replace, unknown_keywords
+from .layers import OUR_FUNCTIONS, View, prepares, replace, unknown_keywords
 
 _OWN = {
     "attn_logit_softcapping": "caps its logits, which is a part of its own softmax",
@@ -27,7 +27,7 @@ _OWN = {
     "sink_proj": "has attention sinks, which are a part of its own softmax",
     "indexer": "chooses the keys of each query, and masks the others for its own functions only",
 }
-"""Attributes of attention modules whose work would be lost."""
+"""Attributes of attention modules that only the host's function honors, so they exclude others (not `prepares`)."""
 
 
 class TransformersAdapter(Adapter):
@@ -67,11 +67,12 @@ class TransformersAdapter(Adapter):
             return why
         module: Any = site.module
         anatomy = examine(module)
-        for name, what in () if prepares(config) else _OWN.items():
-            if getattr(module, name, None) is not None:
-                return f"the host {what} ({name})"
-        if not prepares(config) and (unknown := unknown_keywords(module)):
-            return f"the host hands {', '.join(unknown)} to its attention function, which this plugin does not know"
+        if not prepares(config):
+            for name, what in _OWN.items():
+                if getattr(module, name, None) is not None:
+                    return f"the host {what} ({name})"
+            if unknown := unknown_keywords(module):
+                return f"the host hands {', '.join(unknown)} to its attention function, which this plugin does not know"
         if config.initial_norms and (fixed := unscalable(module)) is not None:
             return f"initial norms of queries and keys cannot be set: {fixed}"
         if config.family and anatomy.kv_heads != anatomy.num_heads:
@@ -95,7 +96,7 @@ class TransformersAdapter(Adapter):
     def kernel(self, site: Site, made: Any) -> str:
         """Return the name of transformers' function, unless the mechanism takes its place."""
         name: str = made.config._attn_implementation
-        return name if made.rules.prepares and name not in NAMES else super().kernel(site, made)
+        return name if made.rules.prepares and name not in OUR_FUNCTIONS else super().kernel(site, made)
 
     def projections(self, module: nn.Module) -> list[Projected]:
         """Return a view of the module's parameters, because a replacement keeps its host's class."""
@@ -161,5 +162,5 @@ def _capabilities(anatomy: Anatomy, module: nn.Module) -> Capabilities:
         cached=anatomy.role == "decoder",
         dropout=anatomy.dropout > 0,
         regroups=anatomy.projections is not None and regroups(module),
-        rotary=turns(module),
+        rotary=is_rotary(module),
     )

@@ -52,7 +52,7 @@ class Anatomy:
 
 
 def _names(module: nn.Module) -> tuple[str, ...]:
-    """The functions and attributes that the source of a module's forward names."""
+    """Return the functions and attributes that the source of a module's forward names."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return () if code is None else code.co_names
 
@@ -63,8 +63,8 @@ def _scales_queries(module: nn.Module) -> bool:
     return code is not None and -0.5 in code.co_consts
 
 
-def turns(module: nn.Module) -> bool:
-    """Whether a module's forward turns queries and keys by their positions."""
+def is_rotary(module: nn.Module) -> bool:
+    """Whether a module's forward turns queries and keys by their positions (RoPE)."""
     return any(name.startswith("apply_rotary") for name in _names(module))
 
 
@@ -82,7 +82,7 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def keywords(module: nn.Module) -> set[str]:
-    """The keywords that a module's forward hands to the function that its config names; {} if it has no source."""
+    """Return the keywords of a module's forward for the function that its config names; {} if it has no source."""
     try:
         source = inspect.getsource(inspect.unwrap(type(module).forward))
     except (OSError, TypeError):
@@ -108,10 +108,8 @@ def examine(module: Any) -> Anatomy:
     """
     heads = _first(module, _HEADS) or _first(module.config, _HEADS)
     projections = next((each for each in SEPARATE if _is_separate(module, each)), None)
-    parts: tuple[Any, ...] = (None, None, None)
-    if projections is not None:
-        parts = tuple(getattr(module, name) for name, _ in projections.entries)
-    query, key, value = parts
+    names = (name for name, _ in projections.entries) if projections else ()
+    query, key, value = [getattr(module, name) for name in names] or (None, None, None)
     head_dim = _first(module, _HEAD_DIM)
     if head_dim is None and query is not None and heads:
         head_dim = query.out_features // heads
@@ -141,6 +139,7 @@ def examine(module: Any) -> Anatomy:
 
 
 def takes_cache(module: nn.Module) -> bool:
+    """Return whether a module's forward has a cache among its arguments, in which the module knows its layer."""
     parameters = inspect.signature(type(module).forward).parameters
     hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     takes = not parameters.keys().isdisjoint(CACHES)
@@ -177,7 +176,7 @@ def unscalable(module: nn.Module) -> str | None:
     return None
 
 
-def mend(module: Any) -> str | None:
+def eager_fix(module: Any) -> str | None:
     """Return what to change in a module that computes eager attention without AttentionInterface; None for others."""
     if "get_interface" not in _names(module):  # code for transformers 4, which calls it by a name of its own
         return "let its forward call ALL_ATTENTION_FUNCTIONS.get_interface"

@@ -9,7 +9,7 @@ a quest module first sees it therefore receives unit keys. Three rules make it s
   are normalized, which does not change unit keys.
 
 A layer that holds other keys already, that is given something else than the keys of its module's attention, or whose
-class is not one of `LAYERS`, keeps what the host gives it.
+class is not one of `CACHE_LAYERS`, keeps what the host gives it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from transformers.cache_utils import (
 from quest_core.errors import UnsupportedError
 from quest_core.ops import unit
 
-LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 """Classes whose `update` returns the keys as they were given, with those before them; a subclass may not."""
 
 CACHES = ("cache", "past_key_values")
@@ -39,7 +39,7 @@ CACHES = ("cache", "past_key_values")
 MARK = "quest_unit_keys"
 """The attribute of a layer that holds unit keys: the `Step` that is under way, or None."""
 
-OPTION = "unit_keys"
+STEP = "unit_keys"
 """The argument under which a module hands the `Step` to its attention function."""
 
 
@@ -61,7 +61,7 @@ def announce(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -
     rules = module.rules
     if not isinstance(cache, Cache):  # continuous batching has one of its own
         return None
-    index, updated = module.layer_idx, False
+    index, reads_only = module.layer_idx, False
     own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     if rules.last_values and isinstance(_layer(own, index), StaticLayer):
         raise UnsupportedError(
@@ -71,8 +71,8 @@ def announce(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -
     if not rules.unit_keys:
         return None
     if isinstance(cache, EncoderDecoderCache):
-        updated = rules.cross and cache.is_updated.get(index, False)
-        # A module of another attention that reads keys of a cross-attention cache has been refused in the decoder.
+        reads_only = rules.cross and cache.is_updated.get(index, False)  # a step before has stored the encoder's keys
+        # Without `update`, its layer cannot refuse modules of another attention; that of the decoder's tokens has.
         if rules.cross and not _has_mark(cache.self_attention_cache, index):
             return None
         cache = cache.cross_attention_cache if rules.cross else cache.self_attention_cache
@@ -87,12 +87,12 @@ def announce(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -
                 "holds unit keys, and reads keys before their normalization; begin a new cache"
             )
         return None
-    if type(layer) not in LAYERS or (layer.is_initialized and not marked):
+    if type(layer) not in CACHE_LAYERS or (layer.is_initialized and not marked):
         return None
     sizes = module.head_sizes
-    step = Step((sizes.kv_heads, sizes.head_dim), layer.keys if updated else None)
-    setattr(layer, MARK, None if updated else step)
-    return arguments, {**options, OPTION: step}
+    step = Step((sizes.kv_heads, sizes.head_dim), layer.keys if reads_only else None)
+    setattr(layer, MARK, None if reads_only else step)
+    return arguments, {**options, STEP: step}
 
 
 def _layer(cache: Any, index: int) -> Any:
@@ -108,7 +108,7 @@ def _has_mark(cache: Any, index: int) -> bool:
 
 
 def keep_unit_keys(stock: Any) -> Any:
-    """Wrap the `update` of a class of `LAYERS`: a marked layer stores k/‖k‖."""
+    """Wrap the `update` of a class of `CACHE_LAYERS`: a marked layer stores k/‖k‖."""
 
     @functools.wraps(stock)
     def update(self: Any, key_states: Tensor, value_states: Tensor, *arguments: Any, **options: Any) -> Any:

@@ -22,7 +22,7 @@ from .choice import Choice
 from .configs import attention_of, choice_for, choice_of
 
 
-def fulfil(
+def inject_chosen(
     adapter: Adapter,
     model: nn.Module,
     *,
@@ -38,72 +38,74 @@ def fulfil(
 
     Args:
         model: a PreTrainedModel; parts of it may have been built, and replaced, before.
-        loads: they will be overwritten by those of a checkpoint, so none is scaled.
+        loads: the weights will be overwritten by those of a checkpoint, so none is scaled.
         choice: what to put instead of what the configs ask for.
         parts: the same for the attention modules with these paths.
         runs: run the model if adapters do not list all of its attention. Without it, only what they list is replaced.
         example: inputs for that run; by default the plugin's own.
         options: `attention_from` and `allow_partial` of quest_core.inject.
     """
-    asked = choice or choice_of(model.config)
+    asked = choice or choice_of(model.config)  # of the whole model
     if asked is None and not parts and not any(_asks(part) for part in model.modules()):
         return False  # and a model of which nothing is asked is not looked at
-    chosen: dict[str, AttentionConfig | None] = {}
-    for site in adapter.sites(model):
-        module: Any = site.module
-        held: Any = getattr(module, "mechanism", None)
-        own = choice or (parts or {}).get(site.path) or (choice_for(model, module) if held is None else None)
-        if own is None and held is None:
-            chosen[site.path] = None
-            continue
-        chosen[site.path] = held.config if own is None else own.of(role(module))
+    chosen = {
+        site.path: _attention_for(model, site.module, choice or (parts or {}).get(site.path))
+        for site in adapter.sites(model)
+    }
     others: list[Adapter] = []
     if asked is not None:
         others = [one for one in running_adapters() if not isinstance(one, type(adapter))] + [TorchAdapter()]
     known = [*chosen, *(site.path for one in others for site in one.sites(model))]
+    runs = runs and asked is not None
     if asked is not None and not runs and unknown_attention(model, known):
         options["allow_partial"] = True
-    runs = runs and asked is not None
-    if not known and not runs:
-        return False
-    before = {*model.modules()}
     configs = sorted({one for one in chosen.values() if one is not None}, key=str)
-    if not configs and asked is not None:
+    if not configs and asked is not None and (known or runs):
         configs = [asked.decoder]
-    if configs:
-        # What a part of a model has replaced, through another adapter, keeps that unless the whole model asks.
-        done = (part for part in model.modules() if hasattr(part, "mechanism") and not is_attention(part))
-        apart = {_kind(part): "it was replaced before" for part in (done if asked is None else ())}
-        if len(configs) > 1 and len(known) > len(chosen):
-            raise UnsupportedError(
-                f"{type(model).__name__} has attention that belongs to no role, so it takes one attention, not "
-                f"{', '.join(map(str, configs))}"
-            )
-        kept = [path for path, config in chosen.items() if config is None]
-        if asked is not None and kept and not options.get("allow_partial"):
-            raise InjectionError(
-                f"attention '{configs[0]}' was asked of {type(model).__name__}, and the configs of {len(kept)} modules "
-                f"ask for none: {', '.join(kept[:8])}; give these configs an attention ('standard' is the host's own), "
-                "or say allow_partial=True"
-            )
-        some = copy.copy(adapter)
-        # Kernels of state-space mixers do not attend.
-        vars(some).update(leaves_alone=apart, kernels_attend=False, scales=fresh and not loads)
-        _, report = inject(
-            model,
-            lambda site: chosen.get(site.path, configs[0]),
-            adapter=[some, *others],
-            fresh=fresh,
-            example=example if runs else False,
-            **options,
+    if not configs:
+        return False
+    if len(configs) > 1 and len(known) > len(chosen):
+        raise UnsupportedError(
+            f"{type(model).__name__} has attention that belongs to no role, so it takes one attention, not "
+            f"{', '.join(map(str, configs))}"
         )
-        scaled = fresh and any(config.initial_norms for config in configs)
-        setattr(model, REPORT, replace(report, started=scaled))
+    kept = [path for path, config in chosen.items() if config is None]
+    if asked is not None and kept and not options.get("allow_partial"):
+        raise InjectionError(
+            f"attention '{configs[0]}' was asked of {type(model).__name__}, and the configs of {len(kept)} modules "
+            f"ask for none: {', '.join(kept[:8])}; give these configs an attention ('standard' is the host's own), "
+            "or say allow_partial=True"
+        )
+    # What a part of a model has replaced, through another adapter, keeps that unless the whole model asks.
+    done = (part for part in model.modules() if hasattr(part, "mechanism") and not is_attention(part))
+    apart = {type(part).__name__: "it was replaced before" for part in (done if asked is None else ())}
+    some = copy.copy(adapter)
+    # Kernels of state-space mixers do not attend.
+    vars(some).update(leaves_alone=apart, kernels_attend=False, scales=fresh and not loads)
+    before = {*model.modules()}
+    _, report = inject(
+        model,
+        lambda site: chosen.get(site.path, configs[0]),
+        adapter=[some, *others],
+        fresh=fresh,
+        example=example if runs else False,
+        **options,
+    )
+    scaled = fresh and any(config.initial_norms for config in configs)
+    setattr(model, REPORT, replace(report, started=scaled))
     return before != {*model.modules()}
 
 
-def _kind(module: nn.Module) -> str:
-    return type(module).__name__
+def _attention_for(model: Any, module: Any, choice: Choice | None) -> AttentionConfig | None:
+    """Return the attention that a module shall have: that of `choice`, else the one that it has, else that of a config.
+
+    None is the host's own.
+    """
+    held = getattr(module, "mechanism", None)
+    if choice is None and held is not None:
+        return held.config  # type: ignore[no-any-return]
+    choice = choice or choice_for(model, module)
+    return None if choice is None else choice.of(role(module))
 
 
 def _asks(part: Any) -> bool:

@@ -15,14 +15,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from quest_core.checkpoints import ENTRY, compare, decode, unexpected_entry
+from quest_core.checkpoints import ENTRY, compare, decode, refuse_entries, unexpected_entry
 from quest_core.config import AttentionConfig
 from quest_core.errors import CheckpointError
-from quest_core.mechanism import Mechanism
+from quest_core.mechanism import Mechanism, has_mechanism
 
 from .anatomy import is_attention, role
 from .configs import choice_for, choice_of
-from .layers import has_mechanism
 
 
 def fits(model: Any, stored: Mapping[str, Tensor], attention_from: AttentionConfig | None, load: object) -> bool:
@@ -30,14 +29,16 @@ def fits(model: Any, stored: Mapping[str, Tensor], attention_from: AttentionConf
 
     Args:
         model: with the host's own modules.
-        stored: the entries of a checkpoint that name its attention.
+        stored: tensors of mechanisms in the checkpoint.
+        load: as of `compare`.
     """
     choices = [(part, choice_for(model, part)) for part in model.modules() if is_attention(part)]
     wanted = {choice.of(role(part)) for part, choice in choices if choice is not None}
     if not choices and (choice := choice_of(model.config)) is not None:
         wanted = {choice.decoder}
     special = sorted((config for config in wanted if not config.is_standard), key=str)
-    for key, entry in entries(stored).items():
+    named = attention_entries(stored)
+    for key, entry in named.items():
         trained = decode(entry)
         if not any(config.means(trained) for config in special):
             if not wanted:
@@ -45,7 +46,7 @@ def fits(model: Any, stored: Mapping[str, Tensor], attention_from: AttentionConf
             config = special[0] if special else next(iter(wanted))
             compare(entry, config, attention_from, key.removesuffix(f".{ENTRY}"), load)
             return False
-    if special and not entries(stored):
+    if special and not named:
         compare(None, special[0], attention_from, type(model).__name__, load)
         return False
     return True
@@ -103,11 +104,11 @@ def load_mechanisms(model: nn.Module, stored: Mapping[str, Tensor], missing: Set
         verify(model, SimpleNamespace(missing_keys={*missing, *(keys - {*stored})}, unexpected_keys=()), {})
 
 
-def entries_in(state_dict: Any, files: Any) -> dict[str, Tensor]:
+def mechanism_tensors(state_dict: Any, files: Any) -> dict[str, Tensor]:
     """Return the tensors of mechanisms in a checkpoint: the entries that name their attention, and parameters."""
-    found: dict[str, Tensor] = {}
     if state_dict is not None:
         return {key: value for key, value in state_dict.items() if ".mechanism." in key}
+    found: dict[str, Tensor] = {}
     for file in files or ():
         if str(file).endswith(".safetensors"):
             with safe_open(file, framework="pt") as opened:
@@ -118,8 +119,8 @@ def entries_in(state_dict: Any, files: Any) -> dict[str, Tensor]:
     return found
 
 
-def entries(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return those that name an attention."""
+def attention_entries(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of mechanisms that name an attention."""
     return {key: value for key, value in stored.items() if key.endswith(ENTRY)}
 
 
@@ -128,12 +129,12 @@ def verify(model: Any, info: Any, stored: Mapping[str, Tensor]) -> list[Mechanis
 
     Args:
         info: the keys that were missing or unexpected.
-        stored: the entries of the checkpoint that name its attention.
+        stored: tensors of mechanisms in the checkpoint.
 
     Raises:
         CheckpointError: some module has another attention than the checkpoint, or lacks parameters of it.
     """
-    stored = entries(stored)
+    stored = attention_entries(stored)
     paths = {path for path, _ in model.named_modules()}
     unexpected = sorted(key for key in info.unexpected_keys if key.endswith(ENTRY))
     for key in unexpected:
@@ -146,7 +147,7 @@ def verify(model: Any, info: Any, stored: Mapping[str, Tensor]) -> list[Mechanis
             )
         raise unexpected_entry(key, stored.get(key, next(iter(stored.values()))), "the host")
     if len(unexpected) < len(stored) and not has_mechanism(model):  # a loader that does not name what it leaves out
-        raise unexpected_entry(*next(iter(stored.items())), "the host")
+        refuse_entries(stored, "the host")
     new = []
     for path, module in model.named_modules():
         if not isinstance(module, Mechanism):

@@ -2,7 +2,7 @@
 
 transformers writes this attribute into config.json and hands it to the model that is built from the config. Without
 this plugin, transformers refuses the name there. While a model exists, its ``config._attn_implementation`` is one of
-`NAMES`.
+`OUR_FUNCTIONS`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quest_core.hosts.patching import Patches
 
 from .anatomy import is_attention, role
 from .choice import ROLES, Choice
-from .layers import INTERFACE, NAMES, WHOLE_MASKS, prepares
+from .layers import OUR_FUNCTION, OUR_FUNCTION_WHOLE_MASKS, OUR_FUNCTIONS, prepares
 
 KEY = "attn_implementation"
 """The attribute of a config that holds the attention as text, and its key in config.json."""
@@ -48,8 +48,8 @@ def _implementation(stock: property) -> property:
         choice = parse(own)
         if choice is not None:
             self.__dict__[KEY] = str(choice)
-            self._attn_implementation_internal = INTERFACE  # until a model is built, which chooses
-        elif own is not None and own not in NAMES and not _is_constructing(sys._getframe(1)):
+            self._attn_implementation_internal = OUR_FUNCTION  # until a model is built, which chooses
+        elif own is not None and own not in OUR_FUNCTIONS and not _is_constructing(sys._getframe(1)):
             self.__dict__.pop(KEY, None)
 
     return property(stock.fget, set_implementation)
@@ -65,7 +65,7 @@ def _is_constructing(frame: FrameType) -> bool:
 
 
 def as_text(config: Any, value: Any) -> Any:
-    """A mapping of an attention's options or of roles as text; others, such as one of a config's parts, as they are.
+    """Return a mapping of an attention's options or of roles as text; others, such as of a config's parts, as they are.
 
     Raises:
         ConfigError: it is neither text nor a mapping, or a mapping that is not understood.
@@ -86,15 +86,15 @@ def as_text(config: Any, value: Any) -> Any:
 
 
 def parse(text: Any) -> Choice | None:
-    """The choice that a text means; None for the names of transformers' own functions and for unknown ones."""
+    """Return the choice that a text means, or None for names of transformers' own functions and unknown ones."""
     try:
-        return Choice.parse(text) if isinstance(text, str) and text not in NAMES else None
+        return Choice.parse(text) if isinstance(text, str) and text not in OUR_FUNCTIONS else None
     except ConfigError:
         return None
 
 
 def attention_of(config: Any) -> str | None:
-    """The attention as text; None where it is the host's own."""
+    """Return the attention of a config as text, or None if it is the host's own."""
     return config.__dict__.get(KEY)
 
 
@@ -109,7 +109,7 @@ def _set_attention(config: Any, attention: Any) -> None:
 
 
 def choice_of(config: Any) -> Choice | None:
-    """Return what a config asks for."""
+    """Return `attention_of` a config, parsed."""
     text = attention_of(config)
     return None if text is None else Choice.parse(text)
 
@@ -131,7 +131,7 @@ def write_configs(model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
     from transformers.configuration_utils import PreTrainedConfig
     from transformers.modeling_utils import PreTrainedModel
 
-    wanted: dict[int, tuple[Any, str | None, str]] = {}
+    wanted: dict[int, tuple[Any, str | None]] = {}  # id of a config that changes -> its model, its text
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             parts = [drafts.get(part, part) for part in module.modules()]
@@ -140,19 +140,18 @@ def write_configs(model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
                 continue  # parts of it have configs of their own
             choice = choice_of(module.config)
             if not (choice and all(choice.of(role(part)) == part.mechanism.config for part in found)):
-                text = _summary(found)
-                name = interface_of(module, Choice.parse(text)) if text else INTERFACE
-                wanted[id(module.config)] = (module.config, text, name)
-    memo: dict[int, Any] = {}
+                wanted[id(module.config)] = (module, _summary(found))
+    memo: dict[int, Any] = {}  # id of a config -> its copy, as deepcopy keeps it: what configs share stays shared
     held = [value for module in model.modules() for value in vars(module).values()]
     for config in held:
         if isinstance(config, PreTrainedConfig) and any(id(part) in wanted for part in parts_of(config)):
             copy.deepcopy(config, memo)
-    for config, text, interface in wanted.values():
-        new = memo[id(config)]
+    for holder, text in wanted.values():
+        new = memo[id(holder.config)]
         new.__dict__.pop(KEY, None)
         if text is not None:
-            new.__dict__[KEY], new._attn_implementation_internal = text, interface
+            new.__dict__[KEY] = text
+            new._attn_implementation_internal = function_for(holder, Choice.parse(text))
     for module in model.modules():
         configs = {name: value for name, value in vars(module).items() if isinstance(value, PreTrainedConfig)}
         if module in drafts or not memo.keys().isdisjoint(map(id, configs.values())):
@@ -166,7 +165,7 @@ def forget(model: nn.Module) -> None:
     from transformers.configuration_utils import PreTrainedConfig
     from transformers.modeling_utils import PreTrainedModel
 
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {}  # as in `write_configs`
     modules = [*model.modules()]
     for module in modules:
         for config in vars(module).values():
@@ -176,8 +175,8 @@ def forget(model: nn.Module) -> None:
         new = memo.get(id(module.config)) if isinstance(module, PreTrainedModel) else None
         for part in () if new is None else parts_of(new):
             part.__dict__.pop(KEY, None)
-            if part._attn_implementation_internal in NAMES:
-                part._attn_implementation_internal = interface_of(module, Choice.parse(STANDARD))
+            if part._attn_implementation_internal in OUR_FUNCTIONS:
+                part._attn_implementation_internal = function_for(module, Choice.parse(STANDARD))
     for module in modules:
         for name, value in vars(module).items():
             if isinstance(value, PreTrainedConfig):
@@ -185,23 +184,23 @@ def forget(model: nn.Module) -> None:
 
 
 def parts_of(config: Any) -> Iterator[Any]:
-    """A config and those that it holds."""
+    """Yield a config and those that it holds."""
     yield config
     for name in config.sub_configs:
         if (part := getattr(config, name, None)) is not None:
             yield from parts_of(part)
 
 
-def interface_of(model: Any, choice: Choice) -> str:
-    """Return the name of the function that a model's config names: the host's own, or ours if it takes its place."""
+def function_for(model: Any, choice: Choice) -> str:
+    """Return the name of the attention function for a model's config: the host's, or ours if it takes its place."""
     if all(prepares(choice.of(role)) for role in ROLES) or not model._can_set_attn_implementation():
         now = model.config._attn_implementation_internal
-        return ("sdpa" if model._supports_sdpa else "eager") if now in (None, *NAMES) else now
-    return INTERFACE if model._supports_sdpa else WHOLE_MASKS
+        return ("sdpa" if model._supports_sdpa else "eager") if now in (None, *OUR_FUNCTIONS) else now
+    return OUR_FUNCTION if model._supports_sdpa else OUR_FUNCTION_WHOLE_MASKS
 
 
 def _summary(modules: list[Any]) -> str | None:
-    """The text that says the attention of all modules; None where none can."""
+    """Return the text of a choice that gives every module the attention that it has, or None if there is none."""
     configs: dict[str, set[AttentionConfig]] = {}
     for module in modules:
         configs.setdefault(role(module), set()).add(module.mechanism.config)

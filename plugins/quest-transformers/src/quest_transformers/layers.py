@@ -29,22 +29,37 @@ from quest_core.mechanisms.base import Score
 from quest_core.ops import hide_lowest
 from quest_core.projections import Projected
 
-from .anatomy import Anatomy, examine, keywords, mend, takes_cache
-from .caching import OPTION, announce
+from .anatomy import Anatomy, eager_fix, examine, keywords, takes_cache
+from .caching import STEP, announce
 
-INTERFACE = "quest_transformers"
-"""The name under which `mask` is registered with transformers, for mechanisms that take the place of its functions."""
+OUR_FUNCTION = "quest_transformers"
+"""The attention function that a model's config names if a mechanism takes the place of the host's functions; its masks
+are those of `make_mask`."""
 
-WHOLE_MASKS = f"{INTERFACE}_whole_masks"
-"""The same with `whole_mask`, for models that do not support sdpa: their modules need not say that they are causal."""
+OUR_FUNCTION_WHOLE_MASKS = f"{OUR_FUNCTION}_whole_masks"
+"""The same with the masks of `make_whole_mask`, for models without sdpa: their modules may not say that they are
+causal."""
 
-NAMES = (INTERFACE, WHOLE_MASKS)
-"""The names of our own functions, which say no attention."""
+OUR_FUNCTIONS = (OUR_FUNCTION, OUR_FUNCTION_WHOLE_MASKS)
 
+_HOST_ONLY = {
+    "softcap": "the host's function caps logits before the softmax",
+    "s_aux": "attention sinks are a part of the host's softmax",
+    "sinks": "attention sinks are a part of the host's softmax",
+    "indices": "the host chooses the keys of each query, and masks the others for its own functions only",
+    "block_indices": "the host chooses the keys of each query, and masks the others for its own functions only",
+    "cache": "continuous batching pages the cache",
+}
+"""Arguments of a call that only the host's function honors, and why."""
 
-def has_mechanism(model: nn.Module) -> bool:
-    """Return whether a module of `model` has an attention of quest."""
-    return any(isinstance(part, Mechanism) for part in model.modules())
+_REPRODUCED = {"softcap", "s_aux"}
+"""Those of them whose logits and weights a Monitor can form as eager attention does."""
+
+_IGNORED = {
+    *("output_attentions", "sliding_window", "position_ids", "deterministic"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+}
+"""Arguments that change nothing here, because the mask says the same, or because they are for one back end only."""
 
 
 def prepares(config: AttentionConfig) -> bool:
@@ -53,9 +68,9 @@ def prepares(config: AttentionConfig) -> bool:
 
 
 def unknown_keywords(module: nn.Module) -> list[str]:
-    """The keywords of a module for its attention function that `attend_instead` neither reads nor may ignore."""
+    """Return the keywords of a module for its attention function that `attend_instead` neither reads nor ignores."""
     read = inspect.signature(attend_instead).parameters
-    return sorted(keywords(module) - set(read) - set(_REFUSED) - _IGNORED)
+    return sorted(keywords(module) - set(read) - set(_HOST_ONLY) - _IGNORED)
 
 
 def replace(host: Any, config: AttentionConfig, *, fresh: bool) -> nn.Module:
@@ -73,7 +88,7 @@ def replace(host: Any, config: AttentionConfig, *, fresh: bool) -> nn.Module:
     if anatomy.projections is not None:
         anatomy.projections.shrink(made, made.head_sizes, fresh=fresh)
     made.register_load_state_dict_pre_hook(before_load)
-    if mend(made) is not None:
+    if eager_fix(made) is not None:
         made.register_forward_pre_hook(refuse_eager)
     if takes_cache(made):
         made.register_forward_pre_hook(announce, with_kwargs=True)
@@ -111,7 +126,7 @@ class Rules:
     Attributes:
         scaling: the factor on q·k that the mechanism was built for.
         prepares: the host's own function is called, with prepared queries and keys.
-        untouched: and nothing has to be prepared.
+        untouched: the host's own function is called, and nothing has to be prepared (`standard`).
         unit_keys: a cache may hold its keys after their normalization; see quest_transformers.caching.
         causal: without a mask queries see no later keys, unless the module says otherwise.
         cross: the keys are those of another sequence.
@@ -139,6 +154,12 @@ class Rules:
             anatomy.role == "cross",
             any(part.axis == "output" and "unseen" in part.reads for part in mechanism.config.components),
         )
+
+    def rescale(self, query: Tensor, scaling: float | None) -> Tensor:
+        """Return queries for the factor `self.scaling` on q·k of queries for the factor `scaling` of a call."""
+        if scaling is None or scaling == self.scaling:
+            return query
+        return query * (scaling / self.scaling)  # the host has scaled its queries itself (OPT, Whisper)
 
 
 def _is_host(score: Score, anatomy: Anatomy) -> bool:
@@ -172,8 +193,9 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the attention of any module of transformers; in one without a mechanism, the host's function does.
 
-    With a softmax, the host's function gets queries and keys that the score has prepared. Other mechanisms take its
-    place (`attend_instead`), and so does a softmax whose weights are wanted and which the host's sdpa does not return.
+    With a softmax, the host's function gets queries and keys that the score has prepared. `attend_instead` takes its
+    place for other mechanisms, for weights that the host's sdpa does not return, and for a Monitor, which sees weights
+    there; with arguments that only the host's function honors, a Monitor sees what `_show` can form.
 
     Args:
         name, function: of the host.
@@ -189,38 +211,35 @@ def attend(
     if rules is None:
         return function(module, query, key, value, attention_mask, *arguments, **options)  # type: ignore[no-any-return]
     mechanism: Mechanism = module.mechanism
-    step = options.pop(OPTION, None)
+    step = options.pop(STEP, None)
     unit_keys = step is not None and step.keys is key
     collected = _active_collector.get()  # what the call of the model records
     wanted = options.get("output_attentions") or (collected and any(one.endswith("attentions") for one in collected))
-    own = [] if mechanism.monitor is None else _unknown_arguments(name, key, attention_mask, options)
-    watched = bool(own) and rules.prepares and name not in NAMES  # the host's function does what we cannot
-    instead = mechanism.monitor is not None and not watched
-    if not rules.prepares or name in NAMES or instead or (wanted and name == "sdpa"):
+    monitored = mechanism.monitor is not None
+    host_only = _host_only_arguments(name, key, attention_mask, options) if monitored else []
+    replaced = not rules.prepares or name in OUR_FUNCTIONS
+    if replaced or (monitored and not host_only) or (wanted and name == "sdpa"):
         return attend_instead(
             module, query, key, value, attention_mask, *arguments, wanted=bool(wanted), unit_keys=unit_keys, **options
         )
-    if watched or not rules.untouched:
-        scaling = options.get("scaling")
-        scaled = query
-        if scaling is not None and scaling != rules.scaling:  # the host has scaled its queries itself (OPT, Whisper)
-            scaled = query * (scaling / rules.scaling)
+    if monitored or not rules.untouched:
+        scaled = rules.rescale(query, options.get("scaling"))
         prepared = mechanism.score(scaled, key, value, mask=None, is_causal=False, unit_keys=unit_keys)
         if options.get("block_table") is not None and prepared[1] is not key:
             raise UnsupportedError(
                 f"continuous batching has {name} read keys from the cache's pages, where those that "
                 f"'{mechanism.config}' has not prepared are; use ContinuousBatchingConfig(max_blocks_per_request=0)"
             )
-        if watched and not is_compiling_without_dynamo():
-            torch.compiler.disable(_show)(module, name, *prepared, attention_mask, own, options)
+        if monitored and not is_compiling_without_dynamo():
+            torch.compiler.disable(_show)(module, name, *prepared, attention_mask, host_only, options)
         if not rules.untouched:
             query, key, options["scaling"] = prepared
     return function(module, query, key, value, attention_mask, *arguments, **options)  # type: ignore[no-any-return]
 
 
-def _unknown_arguments(name: str, key: Tensor, mask: Any, options: Any) -> list[str]:
+def _host_only_arguments(name: str, key: Tensor, mask: Any, options: Any) -> list[str]:
     """Return the arguments of a call by which only the host's function knows its weights, or which keys it hides."""
-    found = [each for each in _REFUSED if options.get(each) is not None]
+    found = [each for each in _HOST_ONLY if options.get(each) is not None]
     if name not in ("eager", "sdpa"):  # whose masks say all
         if mask is not None and getattr(mask, "ndim", 0) != 4:
             found.append("attention_mask")
@@ -232,17 +251,18 @@ def _unknown_arguments(name: str, key: Tensor, mask: Any, options: Any) -> list[
 
 
 def _show(
-    module: Any, name: str, query: Tensor, key: Tensor, scale: float, mask: Any, own: list[str], options: Any
+    module: Any, name: str, query: Tensor, key: Tensor, scale: float, mask: Any, host_only: list[str], options: Any
 ) -> None:
-    """Show a Monitor a call that `attend_instead` cannot take over, because of the arguments `own` of the host.
+    """Show a Monitor a call that `attend_instead` cannot take over, because of the arguments `host_only`.
 
     Queries and keys are prepared; the rest is as in `attend`.
     """
     known = mask is None or getattr(mask, "ndim", 0) == 4
-    if name != "eager" or not _SEEN.issuperset(own) or options.get("position_bias") is not None or not known:
-        why = f"{type(module).__name__} calls {name} with {own[0]}: "
-        why += _REFUSED.get(own[0], "only that function knows which keys it hides")
-        if name != "eager" and "cache" not in own and "sinks" not in own:
+    reproduced = name == "eager" and _REPRODUCED.issuperset(host_only) and options.get("position_bias") is None
+    if not reproduced or not known:
+        why = f"{type(module).__name__} calls {name} with {host_only[0]}: "
+        why += _HOST_ONLY.get(host_only[0], "only that function knows which keys it hides")
+        if name != "eager" and "cache" not in host_only and "sinks" not in host_only:
             why += "; set_attn_implementation('eager') lets it be seen"
         for layer in module.mechanism.monitor:
             layer.miss(why)
@@ -275,9 +295,10 @@ def refuse_eager(module: Any, arguments: Any) -> None:
     """Raise UnsupportedError if a module computes eager attention without AttentionInterface; a Monitor misses it."""
     if module.config._attn_implementation != "eager":
         return
+    fix = eager_fix(module)
     why = (
         f"{type(module).__name__} asks AttentionInterface for every function but eager attention, which "
-        f"'{module.mechanism.config}' therefore cannot reach; use set_attn_implementation('sdpa'), or {mend(module)}"
+        f"'{module.mechanism.config}' therefore cannot reach; use set_attn_implementation('sdpa'), or {fix}"
     )
     if not module.rules.untouched:
         raise UnsupportedError(why)
@@ -314,18 +335,17 @@ def attend_instead(
     """
     mechanism: Mechanism = module.mechanism
     rules: Rules = module.rules
-    for name in _REFUSED:
+    for name in _HOST_ONLY:
         if options.get(name) is not None:
             raise UnsupportedError(
-                f"{type(module).__name__} calls its attention with {name}: {_REFUSED[name]}, and "
+                f"{type(module).__name__} calls its attention with {name}: {_HOST_ONLY[name]}, and "
                 + (
                     "its weights are those of the host's function: set_attn_implementation('eager')"
                     if rules.prepares
                     else f"'{mechanism.config}' takes the place of the host's function"
                 )
             )
-    if scaling is not None and scaling != rules.scaling:  # the host has scaled its queries itself (OPT, Whisper)
-        query = query * (scaling / rules.scaling)
+    query = rules.rescale(query, scaling)
     n, m = query.shape[2], key.shape[2]
     if attention_mask is not None and getattr(attention_mask, "ndim", 0) != 4:
         raise InputError(
@@ -339,7 +359,8 @@ def attend_instead(
         key, value, m = key[:, :, :n], value[:, :, :n], n
         position_bias = None if position_bias is None else position_bias[..., :n]
     if causal and mechanism.family is not None:
-        implied = _order(module, mechanism, attention_mask, n, m)
+        _refuse_unordered(module, attention_mask, n, m)
+        implied = True
     if "queries" in mechanism.reads and attention_mask is not None and n == m:
         attention_mask = _hide_queries(attention_mask)
     if attention_mask is not None and attention_mask.dtype != torch.bool:
@@ -355,39 +376,18 @@ def attend_instead(
     return out.transpose(1, 2).contiguous(), weights
 
 
-_REFUSED = {
-    "softcap": "the host's function caps logits before the softmax",
-    "s_aux": "attention sinks are a part of the host's softmax",
-    "sinks": "attention sinks are a part of the host's softmax",
-    "indices": "the host chooses the keys of each query, and masks the others for its own functions only",
-    "block_indices": "the host chooses the keys of each query, and masks the others for its own functions only",
-    "cache": "continuous batching pages the cache",
-}
-"""Options of an attention function that would be dropped silently."""
-
-_SEEN = {"softcap", "s_aux"}
-"""Those of them with which a Monitor knows the logits and the weights of eager attention."""
-
-_IGNORED = {
-    *("output_attentions", "sliding_window", "position_ids", "deterministic"),
-    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
-}
-"""Options that change nothing here: what they say is in the mask too, or for another function only."""
-
-
 def _describe(mask: Any) -> str:
     return f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
 
 
-def _order(module: Any, mechanism: Mechanism, mask: Tensor | None, n: int, m: int) -> bool:
-    """Return True, to say is_causal to a family; UnsupportedError where only a mask says which keys are of the past."""
-    if mask is None or n == m:
-        return True
-    raise UnsupportedError(
-        f"attention '{mechanism.config}' in {type(module).__name__} cannot see which of {m} keys are of the past for "
-        f"{n} queries, as with a static cache, padding or assisted decoding; use a dynamic cache without padding, or "
-        "use_cache=False"
-    )
+def _refuse_unordered(module: Any, mask: Tensor | None, n: int, m: int) -> None:
+    """Raise UnsupportedError if only the mask says which keys are of the past, because a family gets `is_causal`."""
+    if mask is not None and n != m:
+        raise UnsupportedError(
+            f"attention '{module.mechanism.config}' in {type(module).__name__} cannot see which of {m} keys are of the "
+            f"past for {n} queries, as with a static cache, padding or assisted decoding; use a dynamic cache without "
+            "padding, or use_cache=False"
+        )
 
 
 def _hide_queries(mask: Tensor) -> Tensor:
@@ -405,7 +405,7 @@ def _add_bias(bias: Tensor, mask: Tensor | None) -> Tensor:
     return bias.contiguous()
 
 
-def mask(*arguments: Any, **options: Any) -> Tensor | None:
+def make_mask(*arguments: Any, **options: Any) -> Tensor | None:
     """Build the mask for `attend`: as for sdpa, but [B, 1, 1, M] where only padding is hidden."""
     from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
@@ -417,6 +417,6 @@ def mask(*arguments: Any, **options: Any) -> Tensor | None:
     return made
 
 
-def whole_mask(*arguments: Any, **options: Any) -> Tensor | None:
+def make_whole_mask(*arguments: Any, **options: Any) -> Tensor | None:
     """Build the mask for `attend`, also where it only hides the future."""
-    return mask(*arguments, **{**options, "allow_is_causal_skip": False})
+    return make_mask(*arguments, **{**options, "allow_is_causal_skip": False})

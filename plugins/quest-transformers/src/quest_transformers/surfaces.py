@@ -1,7 +1,10 @@
 """Wrappers of transformers' own functions, which put the attention of a config into a model and compare it with a
-checkpoint's.
+checkpoint's. `install` puts them in place.
 
-`TransformersAdapter.install` puts them in place.
+    Model(config)            _accept_names, the modules are built, _inject_new
+    from_config              the same within _build
+    from_pretrained          within _load_model: _accept_names, the modules are built, _load_weights, _inject_loaded
+    set_attn_implementation  _inject_instead
 """
 
 from __future__ import annotations
@@ -16,22 +19,22 @@ from typing import Any
 
 from torch import Tensor
 
-from quest_core.checkpoints import ENTRY, unexpected_entry
+from quest_core.checkpoints import refuse_entries
 from quest_core.config import STANDARD, AttentionConfig, AttentionSpec
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter
 from quest_core.hosts.inject import REPORT, check_flag
 from quest_core.hosts.patching import Patches
-from quest_core.mechanism import Mechanism
+from quest_core.mechanism import Mechanism, has_mechanism
 
 from . import configs
 from .anatomy import is_attention
-from .caching import LAYERS, keep_unit_keys
+from .caching import CACHE_LAYERS, keep_unit_keys
 from .choice import Choice
-from .chosen import fulfil
-from .comparing import entries_in, fits, load_mechanisms, take_unexpected, verify
-from .configs import KEY, as_text, attention_of, choice_of, interface_of, parse, parts_of
-from .layers import INTERFACE, NAMES, WHOLE_MASKS, dispatch, has_mechanism, mask, refuse, whole_mask
+from .chosen import inject_chosen
+from .comparing import fits, load_mechanisms, mechanism_tensors, take_unexpected, verify
+from .configs import KEY, as_text, attention_of, choice_of, function_for, parse, parts_of
+from .layers import OUR_FUNCTION, OUR_FUNCTION_WHOLE_MASKS, OUR_FUNCTIONS, dispatch, make_mask, make_whole_mask, refuse
 
 
 @dataclass
@@ -62,7 +65,7 @@ class Loading:
 
 
 _loading: ContextVar[Loading | None] = ContextVar("loading", default=None)
-_partly: ContextVar[bool] = ContextVar("partly", default=False)
+_allow_partial: ContextVar[bool] = ContextVar("allow_partial", default=False)
 """Whether the model that is being built may keep attention modules of the host."""
 
 
@@ -71,14 +74,14 @@ def install(adapter: Adapter, patches: Patches) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.modeling_utils import PreTrainedModel
 
-    for name, masks in ((INTERFACE, mask), (WHOLE_MASKS, whole_mask)):
+    for name, masks in ((OUR_FUNCTION, make_mask), (OUR_FUNCTION_WHOLE_MASKS, make_whole_mask)):
         for interface, function in ((AttentionInterface, refuse), (AttentionMaskInterface, masks)):
             register = functools.partial(interface.register, name, function)
             remove = functools.partial(interface._global_mapping.pop, name)
             patches.once(f"{interface.__name__} {name}", register, remove)
     for look_up in ("get_interface", "__getitem__"):
         patches.wrap(AttentionInterface, look_up, dispatch)
-    for layer in LAYERS:
+    for layer in CACHE_LAYERS:
         patches.wrap(layer, "update", keep_unit_keys)
     configs.install(patches)
     for name, change in (
@@ -86,9 +89,9 @@ def install(adapter: Adapter, patches: Patches) -> None:
         ("set_attn_implementation", functools.partial(_inject_instead, adapter)),
         ("post_init", functools.partial(_inject_new, adapter)),
         ("load_state_dict", _refuse_unexpected),
-        ("_from_config", _copy_config),
-        ("from_pretrained", _remember_loading),
-        ("_load_pretrained_model", functools.partial(_compare, adapter)),
+        ("_from_config", _build),
+        ("from_pretrained", _load_model),
+        ("_load_pretrained_model", functools.partial(_load_weights, adapter)),
         ("_finalize_model_loading", functools.partial(_inject_loaded, adapter)),
     ):
         patches.around(PreTrainedModel, name, change)
@@ -104,10 +107,10 @@ def _accept_names(stock: Any, model: Any, requested_attention: str | None, *argu
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     asked = choice_of(model.config)
-    if requested_attention in (None, *NAMES) and asked is not None:
-        name = interface_of(model, asked)
-        return name if name in NAMES else stock(model, None, *arguments, **options)
-    if requested_attention in NAMES:
+    if requested_attention in (None, *OUR_FUNCTIONS) and asked is not None:
+        name = function_for(model, asked)
+        return name if name in OUR_FUNCTIONS else stock(model, None, *arguments, **options)
+    if requested_attention in OUR_FUNCTIONS:
         raise ConfigError(
             f"{type(model).__name__}: attn_implementation={requested_attention!r} is the name of a function; say "
             "which attention, for example attn_implementation='quest'"
@@ -131,7 +134,7 @@ def _inject_new(adapter: Adapter, stock: Any, model: Any) -> None:
     # from_pretrained replaces modules once it knows what the checkpoint was trained with.
     if _loading.get() is not None or _is_built_around(model):
         return
-    if fulfil(adapter, model, fresh=True, allow_partial=_partly.get()):
+    if inject_chosen(adapter, model, fresh=True, allow_partial=_allow_partial.get()):
         getattr(model, REPORT).announce()
 
 
@@ -151,7 +154,7 @@ def _is_built_around(model: Any) -> bool:
     return False
 
 
-def _refuse_nothing(model: Any) -> None:
+def _refuse_unreplaced(model: Any) -> None:
     """Raise InjectionError if a model, or a part of one that asks for nothing, asks for an attention and has none."""
     from transformers.modeling_utils import PreTrainedModel
 
@@ -171,16 +174,16 @@ def _refuse_nothing(model: Any) -> None:
             )
 
 
-def _copy_config(stock: Any, cls: Any, /, config: Any, *, allow_partial: bool = False, **options: Any) -> Any:
+def _build(stock: Any, cls: Any, /, config: Any, *, allow_partial: bool = False, **options: Any) -> Any:
     """Run from_config, which writes its option into the config: models that were built from it before keep theirs."""
     check_flag("allow_partial", allow_partial)
-    token = _partly.set(allow_partial or _partly.get())
+    token = _allow_partial.set(allow_partial or _allow_partial.get())
     try:
         made = stock(cls, copy.deepcopy(config) if KEY in options else config, **options)
     finally:
-        _partly.reset(token)
+        _allow_partial.reset(token)
     if _loading.get() is None and not _is_built_around(made):  # else a part of a model
-        _refuse_nothing(made)
+        _refuse_unreplaced(made)
     return made
 
 
@@ -200,7 +203,7 @@ def _inject_instead(
     choice, parts = parse(given), dict[str, Choice]()
     if isinstance(given, Mapping):
         parts, given = _chosen_parts(model, given)
-    elif choice is None and model.config._attn_implementation in NAMES:
+    elif choice is None and model.config._attn_implementation in OUR_FUNCTIONS:
         raise _refusal(model.config, given)
     configs = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
     functions = [config._attn_implementation for config in configs]
@@ -208,7 +211,7 @@ def _inject_instead(
         if choice is None and given != {}:
             stock(model, given, *arguments, **options)
         if choice is not None or parts:
-            fulfil(adapter, model, fresh=False, choice=choice, parts=parts, allow_partial=allow_partial)
+            inject_chosen(adapter, model, fresh=False, choice=choice, parts=parts, allow_partial=allow_partial)
     except BaseException:
         for config, function in zip(configs, functions, strict=True):
             config._attn_implementation_internal = function  # of this config, not of its parts
@@ -238,18 +241,19 @@ def _chosen_parts(model: Any, given: Mapping[str, Any]) -> tuple[dict[str, Choic
         if isinstance(owner, PreTrainedModel):
             owners |= {inner: owner.config for inner, part in owner.named_modules(prefix=path) if is_attention(part)}
     chosen: dict[str, Choice] = {}
+    taken = object()  # what `rest` returns for a value that is in `chosen` as a whole
 
     def rest(config: Any, value: Any, name: str) -> Any:
         value = as_text(config, value)
         if isinstance(value, Mapping):
             left = {key: rest(getattr(config, key, config), each, key) for key, each in value.items()}
-            left = {key: each for key, each in left.items() if each is not chosen}
-            return left if left or not name else chosen
+            left = {key: each for key, each in left.items() if each is not taken}
+            return left if left or not name else taken
         parts = list(parts_of(config)) if name else [config]
         paths = [path for path, owner in owners.items() if any(owner is part for part in parts)]
         choice = parse(value)
         if choice is None:
-            if any(part._attn_implementation in NAMES for part in parts):
+            if any(part._attn_implementation in OUR_FUNCTIONS for part in parts):
                 raise _refusal(config, value)
             return value
         if not paths:
@@ -258,7 +262,7 @@ def _chosen_parts(model: Any, given: Mapping[str, Any]) -> tuple[dict[str, Choic
                 "transformers' AttentionInterface"
             )
         chosen.update(dict.fromkeys(paths, choice))
-        return chosen
+        return taken
 
     left: dict[str, Any] = rest(model.config, given, "")
     return chosen, left
@@ -285,7 +289,7 @@ def _refuse_pages(stock: Any, model: Any, *arguments: Any, **options: Any) -> An
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def _remember_loading(
+def _load_model(
     stock: Any,
     cls: Any,
     /,
@@ -303,11 +307,11 @@ def _remember_loading(
         made = stock(cls, *arguments, **options)
     finally:
         _loading.reset(token)
-    _refuse_nothing(made[0] if isinstance(made, tuple) else made)
+    _refuse_unreplaced(made[0] if isinstance(made, tuple) else made)
     return made
 
 
-def _compare(
+def _load_weights(
     adapter: Adapter, stock: Any, model: Any, state_dict: Any, checkpoint_files: Any, *arguments: Any, **options: Any
 ) -> Any:
     """Load weights, which happens once the modules are built and before they are initialized.
@@ -319,7 +323,7 @@ def _compare(
     if getattr(model, "_hf_peft_config_loaded", False):  # an adapter on a model with weights
         return stock(model, state_dict, checkpoint_files, *arguments, **options)
     loading = _loading.get() or Loading(None, False)
-    stored = entries_in(state_dict, checkpoint_files)
+    stored = mechanism_tensors(state_dict, checkpoint_files)
     if loading.attention_from and not stored and not any(map(attention_of, parts_of(model.config))):
         raise ConfigError(
             f"attention_from='{loading.attention_from}' is given, and neither {KEY} nor the checkpoint names an "
@@ -327,7 +331,7 @@ def _compare(
         )
     loading.pending = not fits(model, stored, loading.attention_from, loading)
     if not loading.pending:
-        fulfil(adapter, model, fresh=True, loads=True, runs=False, **loading.options)
+        inject_chosen(adapter, model, fresh=True, loads=True, runs=False, **loading.options)
     info, *others = stock(model, state_dict, checkpoint_files, *arguments, **options)
     if loading.pending:
         paths = [f"{site.path}.mechanism." for site in adapter.sites(model)]
@@ -344,9 +348,7 @@ def _refuse_unexpected(
 ) -> Any:
     """Run load_state_dict, which with strict=False ignores the key that names the attention; Trainer resumes so."""
     if not strict and not has_mechanism(model):
-        for key in state_dict:
-            if key.endswith(ENTRY):
-                raise unexpected_entry(key, state_dict[key], "the host")
+        refuse_entries(state_dict, "the host")
     return stock(model, state_dict, strict, *arguments, **options)
 
 
@@ -357,7 +359,7 @@ def _inject_loaded(adapter: Adapter, stock: Any, model: Any, *arguments: Any, **
     late = choice_of(model.config) is not None and not has_mechanism(model)  # only a run finds its attention
     known = {path for path, part in model.named_modules() if isinstance(part, Mechanism)}
     if loading is not None and (loading.pending or loading.stored or late or loading.example is not None):
-        fulfil(adapter, model, fresh=False, **loading.options)
+        inject_chosen(adapter, model, fresh=False, **loading.options)
         load_mechanisms(model, loading.stored, loading.missing, known)
     if loading is not None:
         for mechanism in loading.new:  # transformers has moved their tensors from the meta device, without values
