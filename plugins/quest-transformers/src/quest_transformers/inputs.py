@@ -72,8 +72,8 @@ class Maker:
 
     def input_ids(self, tokens: int = TOKENS) -> Tensor:
         most = getattr(self.config.get_text_config(), "vocab_size", None) or 100
-        books = self.of_config("num_codebooks", "n_codes_total") if self.form else None
-        return self.integers(min(5, most - 1), min(most, 100), tokens, *([books] if books else []))
+        codebooks = self.of_config("num_codebooks", "n_codes_total") if self.form else None
+        return self.integers(min(5, most - 1), min(most, 100), tokens, *([codebooks] if codebooks else []))
 
     def decoder_input_ids(self) -> Tensor:
         return self.input_ids(OTHER_TOKENS)
@@ -122,20 +122,20 @@ class Maker:
 
     def input_features(self) -> Tensor:
         bins = self.of_config("num_mel_bins", "input_feat_per_channel", "feature_size", "input_dim") or 80
-        long = self.of_config("max_source_positions")
+        half = self.of_config("max_source_positions")  # Whisper's convolutions halve the frames
         if self.form:
             return self.normal(*([1] if self.form == 1 else []), self.of_config("spec_size") or 64, bins)
-        return self.normal(bins, 2 * long) if long and hasattr(self.config, "num_mel_bins") else self.normal(64, bins)
+        return self.normal(bins, 2 * half) if half and hasattr(self.config, "num_mel_bins") else self.normal(64, bins)
 
     def input_values(self) -> Tensor:
-        bins, long = self.of_config("num_mel_bins"), self.of_config("max_length")
+        bins, length = self.of_config("num_mel_bins"), self.of_config("max_length")
         if self.form:
             return self.normal(self.of_config("audio_channels") or 1, 4000 * self.form)
-        return self.normal(long, bins) if bins and long else self.normal(4000)
+        return self.normal(length, bins) if bins and length else self.normal(4000)
 
     def past_values(self) -> Tensor:
-        long = self.of_config("context_length") or TOKENS
-        return self.normal(long, *([] if self.form else [self.of_config("num_input_channels", "input_size") or 1]))
+        length = self.of_config("context_length") or TOKENS
+        return self.normal(length, *([] if self.form else [self.of_config("num_input_channels", "input_size") or 1]))
 
     # Features between modules
 

@@ -4,7 +4,7 @@ checkpoint's. `install` puts them in place.
     Model(config)            _accept_names, the modules are built, _inject_new
     from_config              the same within _build
     from_pretrained          within _load_model: _accept_names, the modules are built, _load_weights, _inject_loaded
-    set_attn_implementation  _inject_instead
+    set_attn_implementation  _set_attention
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def install(adapter: Adapter, patches: Patches) -> None:
     configs.install(patches)
     for name, change in (
         ("get_correct_attn_implementation", _accept_names),
-        ("set_attn_implementation", functools.partial(_inject_instead, adapter)),
+        ("set_attn_implementation", functools.partial(_set_attention, adapter)),
         ("post_init", functools.partial(_inject_new, adapter)),
         ("load_state_dict", _refuse_unexpected),
         ("_from_config", _build),
@@ -187,7 +187,7 @@ def _build(stock: Any, cls: Any, /, config: Any, *, allow_partial: bool = False,
     return made
 
 
-def _inject_instead(
+def _set_attention(
     adapter: Adapter,
     stock: Any,
     model: Any,
@@ -216,7 +216,7 @@ def _inject_instead(
         for config, function in zip(configs, functions, strict=True):
             config._attn_implementation_internal = function  # of this config, not of its parts
         raise
-    if report := vars(model).get(REPORT):
+    if report := vars(model).get(REPORT):  # which names the function that was changed
         ours = (site for site in adapter.sites(model) if hasattr(site.module, "mechanism"))
         kernels = {site.path: adapter.kernel(site, site.module) for site in ours}
         rows = (replace(row, kernel=kernels.get(row.path, row.kernel)) for row in report.replacements)
