@@ -108,8 +108,11 @@ def examine(module: Any) -> Anatomy:
     """
     heads = _first(module, _HEADS) or _first(module.config, _HEADS)
     projections = next((each for each in SEPARATE if _is_separate(module, each)), None)
-    names = (name for name, _ in projections.entries) if projections else ()
-    query, key, value = [getattr(module, name) for name in names] or (None, None, None)
+    query: Any = None
+    key: Any = None
+    value: Any = None
+    if projections is not None:
+        query, key, value = (getattr(module, name) for name, _ in projections.entries)
     head_dim = _first(module, _HEAD_DIM)
     if head_dim is None and query is not None and heads:
         head_dim = query.out_features // heads
