@@ -68,7 +68,7 @@ def draw_logits_in_training(results: Path = LOGITS) -> None:
         for key, values in (cell.result or {"series": {}})["series"].items():
             metric, _, rate = key.partition("/")
             if metric == "training_logit":
-                series.setdefault(rate, {}).setdefault(cell.cell["attention"], []).append(values)
+                series.setdefault(rate, {}).setdefault(cell.spec["attention"], []).append(values)
     for suffix, style, colors in THEMES:
         with plt.style.context(style):
             figure, panels = plt.subplots(1, len(series), sharey=True, figsize=(6.4, 3.2), layout="constrained")

@@ -71,7 +71,7 @@ def finding(groups: Sequence[Group], seeds: int) -> str:
 
 def largest_logit(group: Group, attention: str) -> float:
     """Return the median over seeds of the largest logit after the last epoch; NaN if no cell has one."""
-    own = [cell.result for cell in group.cells if cell.cell["attention"] == attention]
+    own = [cell.result for cell in group.cells if cell.spec["attention"] == attention]
     found = [result["series"]["max_logit"][-1] for result in own if result and result["series"].get("max_logit")]
     return statistics.median(found) if found else float("nan")
 

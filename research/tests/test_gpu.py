@@ -30,7 +30,7 @@ def test_a_report_compares_attentions_at_each_length(tmp_path):
     for group in groups:
         assert [row.finished for row in group.rows] == [2, 2, 2]
         assert all(value > 0 for row in group.rows for value in row.values.values())
-    (cell, *_) = [cell for cell in groups[0].cells if "gqa" in cell.cell["attention"]]
+    (cell, *_) = [cell for cell in groups[0].cells if "gqa" in cell.spec["attention"]]
     assert cell.result["details"]["key heads"] == 2
     assert cell.result["details"]["fastest"] in gpu.ON_CPU
     assert cell.result["metrics"]["ms"] > 0

@@ -183,10 +183,10 @@ def test_a_cell_without_a_further_metric_takes_no_part_in_it(describe):
     describe('"also": [{"metric": "cost"}]')
     write_results(Path("out"), [], {**SCORES, "sigmoid": [1.0, 2.0, 3.0]})
     for cell in store.load_all(Path("out")):
-        if cell.cell["attention"] in ("standard", "qnorm") and math.isfinite(cell.result["metrics"]["score"]):
-            cell.result["metrics"]["cost"] = 1.0 + cell.cell["seed"]
-        elif cell.cell["attention"] == "sigmoid" and cell.cell["seed"]:
-            cell.result["metrics"]["cost"] = 1.5 * cell.cell["seed"]
+        if cell.spec["attention"] in ("standard", "qnorm") and math.isfinite(cell.result["metrics"]["score"]):
+            cell.result["metrics"]["cost"] = 1.0 + cell.spec["seed"]
+        elif cell.spec["attention"] == "sigmoid" and cell.spec["seed"]:
+            cell.result["metrics"]["cost"] = 1.5 * cell.spec["seed"]
         write_json(cell.folder / "result.json", cell.result)
     _, cost = read_groups(Path("out"), "standard")
     rows = {row.attention: row for row in cost.rows}
@@ -319,7 +319,7 @@ def test_only_tested_comparisons_are_counted(fake, attentions, seeds, words):
     scores = {name: SCORES[name] for name in attentions.split(",")}
     write_results(Path("out"), [], scores)
     for folder in Path("out/cells").iterdir():
-        if store.load(folder).cell["seed"] >= seeds:
+        if store.load(folder).spec["seed"] >= seeds:
             shutil.rmtree(folder)
     write_report(Path("out"), "standard")
     for page in ("report.md", "report.html"):

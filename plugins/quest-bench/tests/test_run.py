@@ -118,7 +118,7 @@ def test_a_mechanism_of_another_distribution_is_measured_like_ours(fake, install
         packages.cache_clear()
         toy = ["run", "toy/spurious", "--attention", "standard,cubed", "--seeds", "0", "--smoke", "--out", "out"]
         assert app_main(toy) == 0
-    standard, cubed = sorted(load_all(Path("out")), key=lambda cell: cell.cell["attention"] == "cubed")
+    standard, cubed = sorted(load_all(Path("out")), key=lambda cell: cell.spec["attention"] == "cubed")
     assert standard.result["series"] != cubed.result["series"]
     assert "quest-cubed" not in standard.result["versions"]
     assert cubed.result["versions"]["quest-cubed"] == "3.4"
@@ -209,7 +209,7 @@ def test_failed_cells_are_shown_and_tried_again(inside, capfd):
     shown = capfd.readouterr().out
     assert "1 failed: ValueError: the first try fails  (first: out/cells/" in shown
     failed = [c for c in load_all(Path("out")) if c.state == "failed"]
-    assert [c.cell["seed"] for c in failed] == [1]
+    assert [c.spec["seed"] for c in failed] == [1]
     before = results(Path("out"))
     assert app_main(command) == 0
     assert "1 failed earlier and are tried again" in capfd.readouterr().out
@@ -236,7 +236,7 @@ def test_a_training_whose_loss_ends_on_no_number_has_diverged(inside):
 def test_a_cell_that_returns_no_number_has_failed(inside):
     command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--set", "mode=nothing,text"]
     assert app_main([*command, "--out", "out"]) == 1
-    errors = {c.cell["options"]["mode"]: c.error for c in load_all(Path("out"))}
+    errors = {c.spec["options"]["mode"]: c.error for c in load_all(Path("out"))}
     assert "returned no 'score'" in str(errors["nothing"])
     assert errors["text"] == "TypeError: metric 'score' is 'about 10.0', which is not a number\n"
     assert results(Path("out")) == {}
@@ -368,7 +368,7 @@ def test_names_of_any_script_and_length_are_cells(inside):
     (inside / "data" / f"{name}.txt").write_text("3")
     command = ["run", f"fake/suite/{name}", "--data", "data", "--attention", "standard,quest", "--seeds", "0"]
     assert app_main([*command, "--out", "out"]) == 0
-    assert {cell.cell["task"] for cell in load_all(Path("out"))} == {name}
+    assert {cell.spec["task"] for cell in load_all(Path("out"))} == {name}
     assert app_main(["report", "out"]) == 0
     assert name in Path("out/report.md").read_text()
 
@@ -385,7 +385,7 @@ def test_a_hung_cell_times_out(fake):
 def test_a_good_cell_finishes_beside_a_hung_one(fake):
     command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--set", "mode=hang,ok"]
     assert app_main([*command, "--jobs", "2", "--timeout", "30", "--out", "out"]) == 1
-    states = {cell.cell["options"]["mode"]: (cell.state, cell.error) for cell in load_all(Path("out"))}
+    states = {cell.spec["options"]["mode"]: (cell.state, cell.error) for cell in load_all(Path("out"))}
     assert states == {"hang": ("failed", "timed out after 30 s (--timeout)\n"), "ok": ("done", None)}
 
 
@@ -394,7 +394,7 @@ def test_a_cell_that_continues_has_no_seconds(inside):
     command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0-1", "--set", "mode=flaky"]
     assert app_main([*command, "--out", "out"]) == 1
     assert app_main([*command, "--out", "out"]) == 0
-    seconds = {cell.cell["seed"]: cell.result["seconds"] for cell in load_all(Path("out")) if cell.result}
+    seconds = {cell.spec["seed"]: cell.result["seconds"] for cell in load_all(Path("out")) if cell.result}
     assert seconds[0] > 0
     assert math.isnan(seconds[1])
     assert app_main(["report", "out"]) == 0

@@ -31,7 +31,7 @@ def stored(draw):
     if draw(st.booleans()):
         result = {"seconds": draw(NUMBERS), "peak_rss_mib": draw(st.none() | NUMBERS), "device": draw(NAMES)}
         result |= {"threads": draw(st.none() | st.integers(1, 99)), "finished": draw(NAMES)}
-        result |= {key: draw(MAPPINGS) for key in store.RESULT_JSON}
+        result |= {key: draw(MAPPINGS) for key in store.JSON_COLUMNS}
         result["metrics"] = draw(st.dictionaries(NAMES, NUMBERS, max_size=3))
         result["series"] = draw(st.dictionaries(NAMES, st.lists(NUMBERS, max_size=3), max_size=3))
     return Stored(Path(draw(NAMES)), cell, result, draw(st.none() | NAMES))
@@ -55,7 +55,7 @@ def _sorted(one):
         series = {key: list(map(float, values)) for key, values in result["series"].items()}
         facts = {key: None if result[key] is None else float(result[key]) for key in ("seconds", "peak_rss_mib")}
         result = {**result, **facts, "metrics": numbers, "series": series}
-    return dataclasses.replace(one, cell=_by_key(one.cell), result=_by_key(result), error=one.error)
+    return dataclasses.replace(one, spec=_by_key(one.spec), result=_by_key(result), error=one.error)
 
 
 def _by_key(value):

@@ -185,7 +185,7 @@ def curves(group: Group, done: Sequence[Stored], names: Sequence[str], points: i
     for name in names:
         values = []
         for attention in attentions:
-            own = [cell.result for cell in done if cell.result and cell.cell["attention"] == attention]
+            own = [cell.result for cell in done if cell.result and cell.spec["attention"] == attention]
             if found := [result["series"][name] for result in own if len(result["series"].get(name, ()))]:
                 values += _band(attention, found, points)
         size = {"width": "container", "height": 200}

@@ -211,7 +211,7 @@ def run(
         check("data", lambda: check_data(checked["suite"], data))
     if {"attentions", "settings"} <= checked.keys():
         check("heads", lambda: check_heads(checked["suite"], checked["attentions"], checked["settings"]))
-    if "data" in checked or "suite" not in checked:
+    if "data" in checked:
         with console.status("reading --data, whose fingerprint is kept for the next start") if data else nullcontext():
             check("tasks", lambda: select(available, suite, checked.get("data")))
     if problems:

@@ -47,6 +47,6 @@ def compare_runs(first: Path, second: Path) -> Table:
 
 
 def _key(group: Group, row: Row) -> str:
-    cell = group.cells[0].cell
-    same = [cell["suite"], cell["task"], cell["smoke"], cell["data"], cell["options"], group.suite.metric]
+    spec = group.cells[0].spec
+    same = [spec["suite"], spec["task"], spec["smoke"], spec["data"], spec["options"], group.suite.metric]
     return json.dumps(encode([*same, row.attention]), sort_keys=True)

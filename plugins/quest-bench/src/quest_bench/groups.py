@@ -187,11 +187,11 @@ def read_groups(out: Path, baseline: str) -> list[Group]:
     """Return the groups of a run's folder with their statistics, in the report's order, without plots."""
     cells = load_cells(out)
     runs = store.read_run(out)
-    attentions = {cell.cell["attention"] for cell in cells}
+    attentions = {cell.spec["attention"] for cell in cells}
     if baseline not in attentions and baseline != "standard":
         raise ConfigError(f"--baseline is '{baseline}', which was not run here; {one_of(baseline, attentions)}")
     ended = [members for members in _comparable(cells, runs) if any(cell.state != "unfinished" for cell in members)]
-    grouped = [(members, _suite_of(members[0].cell, runs, out)) for members in ended]
+    grouped = [(members, _suite_of(members[0].spec, runs, out)) for members in ended]
     groups = [_group(members, view, baseline, runs) for members, suite in grouped for view in suite.views()]
     family = correct([row.comparison for group in groups for row in group.rows if row.comparison])
     corrected = iter(family)
@@ -233,27 +233,27 @@ def _comparable(cells: Sequence[Stored], runs: Sequence[Mapping[str, Any]]) -> l
     """Cells that differ only in attention and seed, together; ordered as they were run."""
     groups: dict[str, list[Stored]] = {}
     for cell in cells:
-        same = {key: cell.cell[key] for key in ("suite", "task", "smoke", "data", "options")}
+        same = {key: cell.spec[key] for key in ("suite", "task", "smoke", "data", "options")}
         groups.setdefault(json.dumps(encode(same), sort_keys=True), []).append(cell)
     suites = [run["suite"] for run in runs]
     tasks = list(dict.fromkeys(task for run in runs for task in run["tasks"]))
 
     def order(members: list[Stored]) -> tuple[Any, ...]:
-        cell = members[0].cell
-        place = suites.index(cell["suite"]) if cell["suite"] in suites else len(suites)
-        values = sorted(cell["options"].items())
+        spec = members[0].spec
+        suite = suites.index(spec["suite"]) if spec["suite"] in suites else len(suites)
+        task = tasks.index(spec["task"]) if spec["task"] in tasks else len(tasks)
+        values = sorted(spec["options"].items())
         by_size = [(0, value, "") if isinstance(value, int | float) else (1, 0, str(value)) for _, value in values]
-        task = tasks.index(cell["task"]) if cell["task"] in tasks else len(tasks)
-        return place, cell["suite"], task, cell["task"], by_size
+        return suite, spec["suite"], task, spec["task"], by_size
 
     return sorted(groups.values(), key=order)
 
 
 def _group(members: Sequence[Stored], suite: Suite, baseline: str, runs: Sequence[Mapping[str, Any]]) -> Group:
-    first = members[0].cell
+    first = members[0].spec
     by_attention: dict[str, list[Stored]] = {}
     for cell in members:
-        by_attention.setdefault(cell.cell["attention"], []).append(cell)
+        by_attention.setdefault(cell.spec["attention"], []).append(cell)
     names = order(by_attention, baseline, runs)
     values = {name: _values(by_attention[name], suite, suite.metric) for name in names}
     reference = values.get(baseline, {})
@@ -274,7 +274,7 @@ def _group(members: Sequence[Stored], suite: Suite, baseline: str, runs: Sequenc
             if shared and shared.keys() != {seed for seed, value in reference.items() if math.isfinite(value)}:
                 there = estimate([reference[seed] for seed in shared])
         finite = sum(map(math.isfinite, own.values()))
-        seeds = {c.cell["seed"] for c in by_attention[attention]}
+        seeds = {c.spec["seed"] for c in by_attention[attention]}
         rows.append(
             Row(
                 attention,
@@ -310,7 +310,7 @@ def _values(cells: Sequence[Stored], suite: Suite, metric: str) -> dict[int, flo
         diverged = not math.isfinite(metrics.get(own, 0.0))
         if cell.state != "unfinished" and (metric in metrics or diverged):
             value = metrics.get(metric, math.nan)
-            found[cell.cell["seed"]] = value if math.isfinite(value) else math.nan
+            found[cell.spec["seed"]] = value if math.isfinite(value) else math.nan
     return found
 
 

@@ -174,8 +174,8 @@ def suite_of(available: Catalogue, selector: str) -> Suite:
     hint = "".join(f"; plugin '{r.name}' is {r.status}: {r.detail}; fix: {r.fix}" for r in broken)
     if importlib.util.find_spec("quest_research") is None:
         hint += "; suites of the published studies come with a clone: pip install -e research"
-    stem = max(("/".join(selector.split("/")[:i]) for i in (1, 2)), key=len)
-    raise ConfigError(f"no suite '{selector}'; {one_of(stem, suites)}{hint}")
+    without_task = "/".join(selector.split("/")[:2])
+    raise ConfigError(f"no suite '{selector}'; {one_of(without_task, suites)}{hint}")
 
 
 def select(available: Catalogue, selector: str, data: Path | None = None) -> tuple[Suite, dict[str, str | None]]:
@@ -235,8 +235,8 @@ def _tasks_of(
     own = {task: facts for task, facts in own.items() if facts}
     if len({tuple(facts.items()) for facts in own.values()}) > 1:
         raise ConfigError(f"the tasks have different metrics, so run them one by one: {own}")
-    for facts in list(own.values())[:1]:
-        suite = Suite.read({**suite.info, **facts}, suite.record)
+    if own:
+        suite = Suite.read({**suite.info, **next(iter(own.values()))}, suite.record)
     return suite, {task: fingerprint(data, map(Path, found[task]["files"])) for task in tasks}
 
 
@@ -355,8 +355,18 @@ class Plan:
         found = []
         for seed, task, values, attention in grid:
             options = dict(zip(self.settings, values, strict=True))
-            cell = Cell(self.suite.name, task, attention, seed, self.smoke, self.data, options, out, self.tasks[task])
-            found.append(_place(cell))
+            cell = Cell(
+                suite=self.suite.name,
+                task=task,
+                attention=attention,
+                seed=seed,
+                smoke=self.smoke,
+                data=self.data,
+                options=options,
+                workdir=out,  # until the cell is there, of which the folder's name is made
+                data_fingerprint=self.tasks[task],
+            )
+            found.append(replace(cell, workdir=out / "cells" / _folder_name(cell) / "work"))
         return found
 
 
@@ -379,10 +389,10 @@ def cell_id(cell: Cell) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _place(cell: Cell) -> Cell:
+def _folder_name(cell: Cell) -> str:
     readable = re.sub(r"[^\w.+=-]+", "_", f"{cell.task}-{cell.attention}-seed{cell.seed}")
-    readable = readable[:80].encode()[:200].decode(errors="ignore")  # a file name has 255 bytes
-    return replace(cell, workdir=cell.workdir / "cells" / f"{readable}-{cell_id(cell)[:8]}" / "work")
+    readable = readable[:80].encode()[:200].decode(errors="ignore")  # a file name has at most 255 bytes
+    return f"{readable}-{cell_id(cell)[:8]}"
 
 
 def check_data(suite: Suite, data: str | None) -> Path | None:

@@ -115,7 +115,7 @@ def _facts(out: Path, baseline: str) -> dict[str, Any]:
     return {
         "overview": overview,
         "groups": found,
-        "attentions": groups.order({cell.cell["attention"] for cell in cells}, baseline, runs),
+        "attentions": groups.order({cell.spec["attention"] for cell in cells}, baseline, runs),
         "runs": runs,
         "states": states,
         "diverged": sum(row.failed for group in found if group.first_metric for row in group.rows)
@@ -167,7 +167,7 @@ def mixtures(cells: Sequence[Stored]) -> dict[str, dict[str, list[str]]]:
         facts |= {"threads": str(cell.result["threads"])} if cell.result.get("threads") else {}
         facts |= {"device": cell.result["device"]}
         for name, value in facts.items():
-            found.setdefault(name, {}).setdefault(value, set()).add(cell.cell["attention"])
+            found.setdefault(name, {}).setdefault(value, set()).add(cell.spec["attention"])
     return {name: {value: sorted(who) for value, who in values.items()} for name, values in found.items()}
 
 
@@ -196,7 +196,7 @@ def _places(plots: Sequence[Chart | Picture]) -> dict[str, range]:
 def _plots(group: Group, table: pd.DataFrame, prefix: str, points: int) -> list[Chart | Picture]:
     order = [row.attention for row in group.rows]
     done = [cell for cell in group.cells if cell.result is not None]
-    done.sort(key=lambda cell: (order.index(cell.cell["attention"]), cell.cell["seed"]))
+    done.sort(key=lambda cell: (order.index(cell.spec["attention"]), cell.spec["seed"]))
     if not done:
         return []
 
@@ -228,7 +228,7 @@ def _plots(group: Group, table: pd.DataFrame, prefix: str, points: int) -> list[
     elif group.suite.plots and group.first_metric:
         module, _, function = group.suite.plots.partition(":")
         rows = table.set_index("folder").loc[[cell.folder.name for cell in done]].reset_index()
-        results: list[Mapping[str, Any]] = [{**cell.cell, **(cell.result or {})} for cell in done]
+        results: list[Mapping[str, Any]] = [{**cell.spec, **(cell.result or {})} for cell in done]
         try:
             for title, caption, figure in getattr(import_module(module), function)(rows, results):
                 data = io.BytesIO()

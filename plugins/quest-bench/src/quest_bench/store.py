@@ -35,9 +35,11 @@ from quest_suites.contract import Cell
 from .plan import Plan, cell_id, describe_cell, write_value
 from .worker import decode, encode, git_commit, whole, write_json, write_text
 
-CELL_FACTS = ("suite", "task", "attention", "seed", "smoke", "data")
-RESULT_FACTS = ("seconds", "peak_rss_mib", "device", "threads", "finished")
-RESULT_JSON = ("details", "versions", "commits", "machine")
+# The columns of results.parquet, next to those with a prefix; see `rows`.
+# columns of results.parquet; `rows` adds those whose names depend on the suite
+SPEC_COLUMNS = ("suite", "task", "attention", "seed", "smoke", "data")
+RESULT_COLUMNS = ("seconds", "peak_rss_mib", "device", "threads", "finished")
+JSON_COLUMNS = ("details", "versions", "commits", "machine")
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Stored:
     """One cell as it lies on disk."""
 
     folder: Path
-    cell: Mapping[str, Any]  # what :func:`quest_bench.plan.describe_cell` gives
+    spec: Mapping[str, Any]  # of cell.json: what determines the cell; see `quest_bench.plan.describe_cell`
     result: Mapping[str, Any] | None  # of result.json
     error: str | None  # of error.txt
 
@@ -81,15 +83,15 @@ def prepare(cell: Cell, metric: str) -> Path:
 def load(folder: Path) -> Stored:
     """Read one cell's folder. A torn result counts as a failure, with its file's name."""
     again = "delete it, and the same `quest bench run` command makes it again"
-    cell = read_json(folder / "cell.json", again)
+    spec = read_json(folder / "cell.json", again)
     error_path, result_path = folder / "error.txt", folder / "result.json"
     error = error_path.read_text(encoding="utf-8", errors="replace") if error_path.is_file() else None
     if not result_path.is_file():
-        return Stored(folder, cell, None, error)
+        return Stored(folder, spec, None, error)
     try:
-        return Stored(folder, cell, read_json(result_path, again), error)
+        return Stored(folder, spec, read_json(result_path, again), error)
     except ConfigError as torn:
-        return Stored(folder, cell, None, str(torn))
+        return Stored(folder, spec, None, str(torn))
 
 
 def load_all(out: Path) -> list[Stored]:
@@ -101,18 +103,18 @@ def load_all(out: Path) -> list[Stored]:
 def rows(cells: Sequence[Stored]) -> list[dict[str, Any]]:
     """Return one row a cell: suite, task, attention, seed, state, error, ..., `option/*`, `metric/*` and `series/*`.
 
-    `options` and RESULT_JSON hold JSON text. The columns `option/*` hold each option as text, because suites may use
+    `options` and JSON_COLUMNS hold JSON text. The columns `option/*` hold each option as text, because suites may use
     one name for different types. A row lacks what its cell lacks.
     """
     found = []
     for one in cells:
-        row = {key: one.cell[key] for key in CELL_FACTS}
+        row = {key: one.spec[key] for key in SPEC_COLUMNS}
         row |= {"state": one.state, "error": one.error, "folder": one.folder.name}
-        row["options"] = json.dumps(encode(one.cell["options"]))
-        row |= {f"option/{key}": write_value(value) for key, value in one.cell["options"].items()}
+        row["options"] = json.dumps(encode(one.spec["options"]))
+        row |= {f"option/{key}": write_value(value) for key, value in one.spec["options"].items()}
         if one.result is not None:
-            row |= {key: one.result.get(key) for key in RESULT_FACTS}
-            row |= {key: json.dumps(encode(one.result.get(key))) for key in RESULT_JSON}
+            row |= {key: one.result.get(key) for key in RESULT_COLUMNS}
+            row |= {key: json.dumps(encode(one.result.get(key))) for key in JSON_COLUMNS}
             row |= {f"metric/{key}": float(value) for key, value in one.result["metrics"].items()}
             row |= {f"series/{key}": list(map(float, values)) for key, values in one.result["series"].items()}
         found.append(row)
@@ -143,15 +145,15 @@ def _load_table(out: Path) -> list[Stored]:
         raise ConfigError(f"{path} cannot be read ({torn}); copy it again from where it came") from None
     found = []
     for row in table:
-        cell = {key: row[key] for key in CELL_FACTS} | {"options": decode(row["options"])}
+        spec = {key: row[key] for key in SPEC_COLUMNS} | {"options": decode(row["options"])}
         result: dict[str, Any] | None = None
         if row["state"] == "done":
-            result = {key: row.get(key) for key in RESULT_FACTS}
-            result |= {key: decode(row.get(key) or "{}") for key in RESULT_JSON}
+            result = {key: row.get(key) for key in RESULT_COLUMNS}
+            result |= {key: decode(row.get(key) or "{}") for key in JSON_COLUMNS}
             for name, prefix in (("metrics", "metric/"), ("series", "series/")):
                 own = {key: value for key, value in row.items() if key.startswith(prefix) and value is not None}
                 result[name] = {key.removeprefix(prefix): value for key, value in own.items()}
-        found.append(Stored(out / "cells" / row["folder"], cell, result, row["error"]))
+        found.append(Stored(out / "cells" / row["folder"], spec, result, row["error"]))
     return found
 
 
@@ -170,20 +172,20 @@ def check_conflicts(out: Path, plan: Plan) -> None:
     command resumes, a wider sweep extends, and a changed value is noticed. A task's data must have the same content.
     """
     stored = [load(path.parent) for path in sorted(out.glob("cells/*/cell.json"))]
-    earlier = [s.cell for s in stored if s.state != "unfinished" and s.cell["suite"] == plan.suite.name]
+    earlier = [s.spec for s in stored if s.state != "unfinished" and s.spec["suite"] == plan.suite.name]
     if not earlier:
         return
-    for cell in earlier:
-        now = plan.tasks.get(cell["task"], cell["data"])
-        if now != cell["data"]:
+    for spec in earlier:
+        now = plan.tasks.get(spec["task"], spec["data"])
+        if now != spec["data"]:
             place = plan.data or "the suite's own data"
             raise ConfigError(
-                f"{out} holds cells of task '{cell['task']}' with data of content {cell['data']} "
-                f"({cell.get('data_path')}), and {place} has content {now} now; choose another folder with --out"
+                f"{out} holds cells of task '{spec['task']}' with data of content {spec['data']} "
+                f"({spec.get('data_path')}), and {place} has content {now} now; choose another folder with --out"
             )
-    pairs: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {"--smoke": ([c["smoke"] for c in earlier], [plan.smoke])}
+    pairs: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {"--smoke": ([s["smoke"] for s in earlier], [plan.smoke])}
     for key, values in plan.settings.items():
-        pairs[f"--set {key}"] = ([c["options"].get(key) for c in earlier], values)
+        pairs[f"--set {key}"] = ([s["options"].get(key) for s in earlier], values)
     for key, (had, asked) in pairs.items():
         before, wanted = ({json.dumps(encode(v), sort_keys=True) for v in values} for values in (had, asked))
         if not (before <= wanted or wanted <= before):
@@ -274,15 +276,15 @@ def merge(sources: Sequence[Path], out: Path) -> tuple[int, int]:
         if not cells and source != out:
             raise ConfigError(f"{source} holds no cells; name folders of `quest bench run --out`")
         for cell in cells:
-            task = (cell.cell["suite"], cell.cell["task"])
-            kinds.setdefault(bool(cell.cell["smoke"]), cell.folder)
+            task = (cell.spec["suite"], cell.spec["task"])
+            kinds.setdefault(bool(cell.spec["smoke"]), cell.folder)
             if len(kinds) == 2:
                 raise ConfigError(
                     f"{kinds[True]} is a smoke run, whose numbers mean nothing, and {kinds[False]} is not; merge them "
                     "into different folders"
                 )
-            content, first = data.setdefault(task, (cell.cell["data"], cell.folder))
-            if content != cell.cell["data"]:
+            content, first = data.setdefault(task, (cell.spec["data"], cell.folder))
+            if content != cell.spec["data"]:
                 raise ConfigError(f"{first} and {cell.folder} ran task '{task[1]}' on data of different content")
             name = cell.folder.name
             other = chosen.get(name)
@@ -312,7 +314,7 @@ def merge(sources: Sequence[Path], out: Path) -> tuple[int, int]:
 
 def _equal(a: Stored, b: Stored) -> bool:
     """Whether two results agree in the suite's own metric; times differ between machines."""
-    metric = a.cell["metric"]
+    metric = a.spec["metric"]
     mine, other = ((one.result or {})["metrics"][metric] for one in (a, b))
     return bool(mine == other or (math.isnan(mine) and math.isnan(other)))
 
