@@ -26,7 +26,7 @@ def fingerprint(root: Path, files: Iterable[Path] | None = None) -> str:
         root: the data folder; names count relative to it. It may also be one file.
         files: the files of one task; None takes all below `root` except derived ones.
     """
-    known = _cache()
+    known = _read_cache()
     before = len(known)
     lines = []
     for path in sorted(files if files is not None else _walk(root)):
@@ -41,8 +41,8 @@ def fingerprint(root: Path, files: Iterable[Path] | None = None) -> str:
         lines.append(f"{path.relative_to(root) if path != root else path.name} {known[key]}")
     if len(known) > before:
         with contextlib.suppress(OSError):  # without a cache the next start hashes again
-            _place().parent.mkdir(parents=True, exist_ok=True)
-            write_json(_place(), known)
+            _cache_file().parent.mkdir(parents=True, exist_ok=True)
+            write_json(_cache_file(), known)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
@@ -64,13 +64,13 @@ def _walk(root: Path) -> list[Path]:
     return found
 
 
-def _place() -> Path:
+def _cache_file() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quest-bench" / "fingerprints.json"
 
 
-def _cache() -> dict[str, str]:
+def _read_cache() -> dict[str, str]:
     try:
-        found: dict[str, str] = json.loads(_place().read_text(encoding="utf-8"))
+        found: dict[str, str] = json.loads(_cache_file().read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found

@@ -38,7 +38,7 @@ class Row:
     finished: int  # those with a finite value
     failed: int  # cells that failed or diverged
     score: Estimate  # over the seeds that are finite for this attention and for the baseline
-    baseline_there: Estimate | None  # the baseline's on these seeds, if they are not all of the baseline's
+    baseline_score: Estimate | None  # the baseline's over the same seeds, if the baseline finished more
     comparison: Comparison | None  # with the baseline, corrected over the report; None on the baseline's own row
     verdict: str
     seconds: float
@@ -133,16 +133,13 @@ class Group:
     @property
     def conclusion(self) -> str:
         """The finding in one sentence."""
-        base = self.row(self.baseline)
         compared = [row for row in self.rows if row.comparison and row.comparison.test]
         if not compared:
-            missing = "" if base else f", because {self.baseline} was not run"
+            missing = "" if self.row(self.baseline) else f", because {self.baseline} was not run"
             return f"Nothing is compared with {self.baseline}{missing}."
-        unit = f" {self.points}" if self.points else ""
         parts = []
         for word, mark in (("better", "▲"), ("worse", "▼")):
-            found = [row for row in compared if row.mark == mark]
-            names = [f"{row.attention} ({_gain(row, unit)})" for row in found]
+            names = [f"{row.attention} ({self._gain(row)})" for row in compared if row.mark == mark]
             if names:
                 parts.append(f"{join(names)} {'is' if len(names) == 1 else 'are'} {word} than {self.baseline}")
         equal = [row.attention for row in compared if row.equal]
@@ -150,32 +147,34 @@ class Group:
             values = {value for row in self.rows for value in row.values.values()}
             alike = f", and every cell has {number(values.pop())}" if len(values) == 1 else ""
             parts.append(f"{join(equal)} equal{'s' if len(equal) == 1 else ''} {self.baseline} on every seed{alike}")
-        undecided = [row for row in compared if not row.mark and row.attention not in equal]
-        for test in ("paired t", "sign"):  # a sign test has no detectable difference
-            same = [row for row in undecided if row.comparison and row.comparison.test == test]
-            if not same:
-                continue
-            names = [row.attention for row in same]
-            seeds = join([f"{n}" for n in sorted({row.comparison.seeds for row in same if row.comparison})], "or")
-            text = f"{join(names)}: no significant difference from {self.baseline} over {seeds} seed"
-            text += "" if seeds == "1" else "s"
-            seen = [row.comparison.detectable for row in same if row.comparison]
-            finite = sorted({number(value) for value in seen if math.isfinite(value)}, key=float)
-            if finite:
-                ends = " to ".join(dict.fromkeys((finite[0], finite[-1])))
-                text += f", which can miss differences below {ends}{unit}"
-            parts.append(text)
-        lost = [f"{row.attention} failed on {row.failed} of {row.planned} seeds" for row in self.rows if row.failed]
-        text = "; ".join([*parts, *lost])
-        return f"{text}."
+        for test in ("paired t", "sign"):
+            of_test = [row for row in compared if row.comparison and row.comparison.test == test]
+            undecided = [row for row in of_test if not row.mark and not row.equal]
+            if undecided:
+                parts.append(self._no_difference(undecided))
+        parts += [f"{row.attention} failed on {row.failed} of {row.planned} seeds" for row in self.rows if row.failed]
+        return "; ".join(parts) + "."
 
+    def _gain(self, row: Row) -> str:
+        assert row.comparison is not None
+        if row.comparison.test == "sign":
+            return f"{row.comparison.wins} of {row.comparison.seeds} seeds won"
+        unit = f" {self.points}" if self.points else ""
+        found = row.comparison.difference
+        return f"{with_sign(found.mean)}{unit}, {interval(found, signs=True)}"
 
-def _gain(row: Row, unit: str) -> str:
-    assert row.comparison is not None
-    if row.comparison.test == "sign":
-        return f"{row.comparison.wins} of {row.comparison.seeds} seeds won"
-    found = row.comparison.difference
-    return f"{with_sign(found.mean)}{unit}, {interval(found, signs=True)}"
+    def _no_difference(self, rows: Sequence[Row]) -> str:
+        """What rows without a significant difference share, and what they can miss, which a sign test does not say."""
+        found = [row.comparison for row in rows if row.comparison]
+        seeds = join([f"{n}" for n in sorted({one.seeds for one in found})], "or")
+        text = f"{join([row.attention for row in rows])}: no significant difference from {self.baseline} over {seeds} "
+        text += "seed" if seeds == "1" else "seeds"
+        detectable = sorted({number(one.detectable) for one in found if math.isfinite(one.detectable)}, key=float)
+        if detectable:
+            unit = f" {self.points}" if self.points else ""
+            ends = " to ".join(dict.fromkeys((detectable[0], detectable[-1])))
+            text += f", which can miss differences below {ends}{unit}"
+        return text
 
 
 def join(names: Sequence[str], word: str = "and") -> str:
@@ -204,9 +203,10 @@ def read_groups(out: Path, baseline: str) -> list[Group]:
 
 
 def _suite_of(cell: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], out: Path) -> Suite:
-    """Return what is known of the suite of a cell: of a suite without a list of tasks, what its run recorded.
+    """Return the suite of a cell: the installed one, or else the one that run.json recorded.
 
-    Such a task may have a metric of its own; and a suite that only another environment has is known from there too.
+    The recorded one also counts for a suite that finds its tasks in a data folder, because a task may have a metric of
+    its own there. A suite that is installed only in another environment is not known here.
     """
     name, task = cell["suite"], cell["task"]
     declared = catalogue().suites.get(name)
@@ -268,28 +268,29 @@ def _group(members: Sequence[Stored], suite: Suite, baseline: str, runs: Sequenc
             words = "not measured"
         elif reference:
             comparison = compare(own, reference, suite.higher_is_better)
-        shared, there = own, None
+        shared, baseline_score = own, None
         if comparison:
             shared = {seed: own[seed] for seed in own if math.isfinite(own[seed] - reference.get(seed, math.nan))}
             if shared and shared.keys() != {seed for seed, value in reference.items() if math.isfinite(value)}:
-                there = estimate([reference[seed] for seed in shared])
+                baseline_score = estimate([reference[seed] for seed in shared])
         finite = sum(map(math.isfinite, own.values()))
         seeds = {c.spec["seed"] for c in by_attention[attention]}
+        paper = suite.paper_value(first["task"], attention)
         rows.append(
             Row(
                 attention,
-                len(seeds),
-                finite,
-                len(own) - finite,
-                estimate(list(shared.values())),
-                there,
-                comparison,
-                words,
-                estimate([r["seconds"] for r in done]).mean,
-                suite.paper_value(first["task"], attention).get("value"),
-                suite.paper_value(first["task"], attention).get("spread"),
-                reproduce({**first, "attention": attention}, seeds, suite),
-                dict(sorted(own.items())),
+                planned=len(seeds),
+                finished=finite,
+                failed=len(own) - finite,
+                score=estimate(list(shared.values())),
+                baseline_score=baseline_score,
+                comparison=comparison,
+                verdict=words,
+                seconds=estimate([result["seconds"] for result in done]).mean,
+                paper=paper.get("value"),
+                paper_spread=paper.get("spread"),
+                command=reproduce({**first, "attention": attention}, seeds, suite),
+                values=dict(sorted(own.items())),
             )
         )
     settings = ", ".join(f"{key}={write_value(value)}" for key, value in suite.changes(first["options"]).items())

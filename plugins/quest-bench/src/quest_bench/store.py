@@ -267,49 +267,57 @@ def merge(sources: Sequence[Path], out: Path) -> tuple[int, int]:
     Returns:
         The number of copied cells and of cells that `out` had already.
     """
-    kinds: dict[bool, Path] = {}
-    worth = {"done": 2, "failed": 1, "unfinished": 0}
+    chosen = _choose_cells(sources, out)
+    copied = 0
+    for name, cell in chosen.items():
+        target = out / "cells" / name
+        if cell.folder != target:
+            _copy_cell(cell.folder, target, neighbor=out / f"merge.{os.getpid()}.tmp")
+            copied += 1
+    for source in sources:
+        for run in read_run(source):
+            write_run(out, {"id": f"{run['command']}|{run['started']}", **run})
+    return copied, len(chosen) - copied
+
+
+def _choose_cells(sources: Sequence[Path], out: Path) -> dict[str, Stored]:
+    """Return the cell to keep for each name of a folder; raises ConfigError for cells that do not belong together."""
+    rank = {"done": 2, "failed": 1, "unfinished": 0}
     chosen: dict[str, Stored] = {}
-    data: dict[tuple[str, str], tuple[Any, Path]] = {}
+    first_by_smoke: dict[bool, Path] = {}
+    first_by_task: dict[tuple[str, str], Stored] = {}
     for source in dict.fromkeys([*([out] if out.is_dir() else []), *sources]):
         cells = [load(path.parent) for path in sorted(source.glob("cells/*/cell.json"))]
         if not cells and source != out:
             raise ConfigError(f"{source} holds no cells; name folders of `quest bench run --out`")
         for cell in cells:
-            task = (cell.spec["suite"], cell.spec["task"])
-            kinds.setdefault(bool(cell.spec["smoke"]), cell.folder)
-            if len(kinds) == 2:
+            first_by_smoke.setdefault(bool(cell.spec["smoke"]), cell.folder)
+            if len(first_by_smoke) == 2:
                 raise ConfigError(
-                    f"{kinds[True]} is a smoke run, whose numbers mean nothing, and {kinds[False]} is not; merge them "
-                    "into different folders"
+                    f"{first_by_smoke[True]} is a smoke run, whose numbers mean nothing, and {first_by_smoke[False]} "
+                    "is not; merge them into different folders"
                 )
-            content, first = data.setdefault(task, (cell.spec["data"], cell.folder))
-            if content != cell.spec["data"]:
-                raise ConfigError(f"{first} and {cell.folder} ran task '{task[1]}' on data of different content")
-            name = cell.folder.name
-            other = chosen.get(name)
+            task = cell.spec["task"]
+            first = first_by_task.setdefault((cell.spec["suite"], task), cell)
+            if first.spec["data"] != cell.spec["data"]:
+                raise ConfigError(f"{first.folder} and {cell.folder} ran task '{task}' on data of different content")
+            other = chosen.get(cell.folder.name)
             if other is not None and other.result and cell.result and not _equal(other, cell):
                 raise ConfigError(
                     f"{other.folder} and {cell.folder} are the same cell with different results; delete the wrong one"
                 )
-            if other is None or worth[cell.state] > worth[other.state]:
-                chosen[name] = cell
-    copied = 0
-    for name, cell in chosen.items():
-        target = out / "cells" / name
-        if cell.folder == target:
-            continue
-        neighbor = out / f"merge.{os.getpid()}.tmp"  # not in cells/, where a kill would leave half a cell
-        shutil.rmtree(neighbor, ignore_errors=True)
-        shutil.copytree(cell.folder, neighbor, ignore=shutil.ignore_patterns("work", "claim", "*.tmp"))
-        target.parent.mkdir(exist_ok=True)
-        shutil.rmtree(target, ignore_errors=True)
-        neighbor.rename(target)
-        copied += 1
-    for source in sources:
-        for run in read_run(source):
-            write_run(out, {"id": f"{run['command']}|{run['started']}", **run})
-    return copied, len(chosen) - copied
+            if other is None or rank[cell.state] > rank[other.state]:
+                chosen[cell.folder.name] = cell
+    return chosen
+
+
+def _copy_cell(folder: Path, target: Path, neighbor: Path) -> None:
+    """Copy a cell's folder by way of `neighbor`, which is not in cells/, where a kill would leave half a cell."""
+    shutil.rmtree(neighbor, ignore_errors=True)
+    shutil.copytree(folder, neighbor, ignore=shutil.ignore_patterns("work", "claim", "*.tmp"))
+    target.parent.mkdir(exist_ok=True)
+    shutil.rmtree(target, ignore_errors=True)
+    neighbor.rename(target)
 
 
 def _equal(a: Stored, b: Stored) -> bool:

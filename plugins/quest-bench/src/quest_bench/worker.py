@@ -70,7 +70,12 @@ def decode(text: str) -> Any:
 
 def write_json(path: Path, value: Any) -> None:
     """Write strict JSON whole or not at all: into a neighbor file first, then renamed over `path`."""
-    write_text(path, json.dumps(encode(value), indent=1, allow_nan=False) + "\n")
+    write_text(path, json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """The content of a file of :func:`write_json`."""
+    return json.dumps(encode(value), indent=1, allow_nan=False) + "\n"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -133,25 +138,23 @@ def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
     """Run the cell of one cell.json and write result.json next to it."""
     from quest_suites.contract import STATE, Cell
 
-    given = decode(path.read_text(encoding="utf-8"))
+    spec = decode(path.read_text(encoding="utf-8"))
     workdir = path.parent / "work"
-    provenance = origin(given["suite"], given["attention"])
-    begun = path.with_name("origin.json")
+    provenance = origin(spec["suite"], spec["attention"])
+    begun_by = path.with_name("origin.json")
     with contextlib.suppress(FileNotFoundError):
-        text = begun.read_text(encoding="utf-8", errors="replace")
-        if text != json.dumps(encode(provenance), indent=1) + "\n":  # also if it is torn
+        if begun_by.read_text(encoding="utf-8", errors="replace") != json_text(provenance):  # also if it is torn
             print("another commit or version began this cell, so it starts again", flush=True)
             shutil.rmtree(workdir, ignore_errors=True)
-    write_json(begun, provenance)
+    write_json(begun_by, provenance)
     workdir.mkdir(exist_ok=True)
     resumes = any(workdir.iterdir())
-    facts = {name: given[name] for name in ("suite", "task", "attention", "seed", "smoke", "options")}
-    data = Path(given["data_path"]) if given["data_path"] else None
-    cell = Cell(**facts, data=data, workdir=workdir, data_fingerprint=given["data"])
-    entry = entry_point(cell.suite)
-    suite_run = entry.load()
+    same = {name: spec[name] for name in ("suite", "task", "attention", "seed", "smoke", "options")}
+    data = Path(spec["data_path"]) if spec["data_path"] else None
+    cell = Cell(**same, data=data, workdir=workdir, data_fingerprint=spec["data"])
+    suite_run = entry_point(cell.suite).load()
     started = time.perf_counter()
-    sent = -math.inf
+    sent = -math.inf  # when the last report was sent
 
     def progress(fraction: float, text: str) -> None:
         nonlocal sent
@@ -167,21 +170,21 @@ def run(path: Path, send: Callable[[dict[str, Any]], None]) -> None:
     seconds = time.perf_counter() - started
     metrics = {name: _number(f"metric '{name}'", x) for name, x in result.metrics.items()}
     series = {name: [_number(f"a value of series '{name}'", x) for x in xs] for name, xs in result.series.items()}
-    if not all(map(math.isfinite, series.get("train_loss", [])[-1:])):  # a class is guessed from NaN too
+    if not all(map(math.isfinite, series.get("train_loss", [])[-1:])):  # diverged, also with a finite accuracy
         metrics = {name: x if name == "diverged" else math.nan for name, x in metrics.items()}
-    if given["metric"] not in metrics:
+    if spec["metric"] not in metrics:
         raise ValueError(
-            f"suite '{cell.suite}' returned no '{given['metric']}', its own metric; "
+            f"suite '{cell.suite}' returned no '{spec['metric']}', its own metric; "
             f"it returned {', '.join(metrics) or 'none'}"
         )
     write_json(
         path.with_name("result.json"),
         {
-            "id": given["id"],
+            "id": spec["id"],
             "metrics": metrics,
             "series": series,
             "details": result.details,
-            "seconds": math.nan if resumes else seconds,  # of a part of the cell, which would pass for a fast one
+            "seconds": math.nan if resumes else seconds,  # a resumed cell took longer than this
             "peak_rss_mib": _peak_rss_mib(),
             "device": _device(),
             "threads": int(os.environ.get("OMP_NUM_THREADS", 0)) or None,
