@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quest_core.errors import ConfigError, QuestError
+from quest_suites.contract import Cell
 
 from . import store
 from .plan import (
@@ -259,6 +260,27 @@ def _execute(plan: Plan, folder: Path, runner: Runner, command: Sequence[str]) -
     cells = plan.cells(folder)
     store.check_conflicts(folder, plan)
     states = Counter(store.state(cell) for cell in cells)
+    _show_grid(plan, cells, states)
+    record = _record(plan, runner, command)
+    idle = states["done"] == len(cells)
+    if not idle:  # before the cells: a run that is killed has its record, and what it would have run
+        store.write_run(folder, record)
+    for cell in cells:
+        if store.state(cell) != "done":
+            store.prepare(cell, plan.suite.metric)
+    started = time.monotonic()
+    outcome = runner.run(cells)
+    if not idle:
+        record |= {"seconds": time.monotonic() - started, "interrupted": outcome.stopped is not None}
+        store.write_run(folder, record)
+    if outcome.elsewhere:
+        console.print(f"{len(outcome.elsewhere)} cells are left to another command, which runs them now")
+    show_causes([store.load(cell.workdir.parent) for cell, _ in outcome.failed])
+    return outcome
+
+
+def _show_grid(plan: Plan, cells: Sequence[Cell], states: Counter[str]) -> None:
+    """Print how many cells a run has, by what they differ in, and how they ended earlier."""
     sizes = {"tasks": len(plan.tasks), "attentions": len(plan.attentions), "seeds": len(plan.seeds)}
     sizes |= {f"values of {key}": len(values) for key, values in plan.settings.items() if len(values) > 1}
     grid = " × ".join(f"{size} {name if size > 1 else name[:-1]}" for name, size in sizes.items())
@@ -267,7 +289,11 @@ def _execute(plan: Plan, folder: Path, runner: Runner, command: Sequence[str]) -
         console.print(f"{states['done']} finished earlier and are kept, {len(cells) - states['done']} to run")
     if states["failed"]:
         console.print(f"{states['failed']} failed earlier and are tried again")
-    record: dict[str, Any] = {
+
+
+def _record(plan: Plan, runner: Runner, command: Sequence[str]) -> dict[str, Any]:
+    """What run.json holds of a command that has not ended."""
+    return {
         "id": uuid.uuid4().hex,
         "command": portable(command),
         "started": utc(),
@@ -286,21 +312,6 @@ def _execute(plan: Plan, folder: Path, runner: Runner, command: Sequence[str]) -
         "seconds": None,
         "interrupted": True,
     }
-    idle = states["done"] == len(cells)
-    if not idle:  # before the cells: a run that is killed has its record, and what it would have run
-        store.write_run(folder, record)
-    for cell in cells:
-        if store.state(cell) != "done":
-            store.prepare(cell, plan.suite.metric)
-    started = time.monotonic()
-    outcome = runner.run(cells)
-    if not idle:
-        record |= {"seconds": time.monotonic() - started, "interrupted": outcome.stopped is not None}
-        store.write_run(folder, record)
-    if outcome.elsewhere:
-        console.print(f"{len(outcome.elsewhere)} cells are left to another command, which runs them now")
-    show_causes([store.load(cell.workdir.parent) for cell, _ in outcome.failed])
-    return outcome
 
 
 def show_causes(cells: Sequence[store.Stored]) -> None:

@@ -93,26 +93,36 @@ def compare(ours: Mapping[int, float], baseline: Mapping[int, float], higher_is_
     """
     seeds = sorted(ours.keys() & baseline.keys())
     pairs = [(float(ours[seed]), float(baseline[seed])) for seed in seeds]
-    differences = [a - b for a, b in pairs if math.isfinite(a) and math.isfinite(b)]
     failed = sum(not math.isfinite(a) for a, _ in pairs)
     baseline_failed = sum(not math.isfinite(b) for _, b in pairs)
     sign = 1 if higher_is_better else -1
-    rounding = ROUNDING * max((abs(value) for pair in pairs for value in pair if math.isfinite(value)), default=0.0)
     apart = [(_worth(a, sign), _worth(b, sign)) for a, b in pairs if not math.isclose(a, b, rel_tol=ROUNDING)]
     wins, losses = sum(a > b for a, b in apart), sum(a < b for a, b in apart)
-    found = estimate(differences)
+    differences = [a - b for a, b in pairs if math.isfinite(a) and math.isfinite(b)]
+    difference = estimate(differences)
+    rounding = ROUNDING * max((abs(value) for pair in pairs for value in pair if math.isfinite(value)), default=0.0)
     test, p, gain = "", math.nan, 0.0
     if failed or baseline_failed or (len(differences) > 1 and np.ptp(differences) <= rounding):
         test, gain = "sign", float(wins - losses)
         p = float(stats.binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
     elif len(differences) > 1:
-        test, gain = "paired t", sign * found.mean
+        test, gain = "paired t", sign * difference.mean
         p = float(stats.ttest_1samp(differences, 0.0).pvalue)
-    better = None if gain == 0 else gain > 0
-    return Comparison(found, wins, losses, len(pairs) - wins - losses, failed, baseline_failed, test, p, better)
+    return Comparison(
+        difference,
+        wins,
+        losses,
+        ties=len(pairs) - wins - losses,
+        failed=failed,
+        baseline_failed=baseline_failed,
+        test=test,
+        p=p,
+        better=None if gain == 0 else gain > 0,
+    )
 
 
 def _worth(value: float, sign: int) -> float:
+    """A value of which more is better, also if the seed failed."""
     return sign * value if math.isfinite(value) else -math.inf
 
 
