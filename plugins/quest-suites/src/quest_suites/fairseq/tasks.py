@@ -243,15 +243,14 @@ def watching(updates: int, progress: Progress) -> Iterator[dict[str, list[float]
 
     class Watch(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if record.name not in ("train_inner", "valid"):
-                return
-            found = json.loads(record.getMessage())
-            name = "loss" if record.name == "train_inner" else "valid_loss"
-            value = float(found[name])
-            series["train_loss" if name == "loss" else name].append(value)
-            if math.isfinite(value) and name == "loss":
-                done = int(found["num_updates"])
-                progress(0.9 * done / updates, f"update {done} loss {value:.3f}")
+            if record.name == "valid":
+                series["valid_loss"].append(float(json.loads(record.getMessage())["valid_loss"]))
+            elif record.name == "train_inner":
+                logged = json.loads(record.getMessage())
+                loss, done = float(logged["loss"]), int(logged["num_updates"])
+                series["train_loss"].append(loss)
+                if math.isfinite(loss):
+                    progress(0.9 * done / updates, f"update {done} loss {loss:.3f}")
 
     logger, handler = logging.getLogger("fairseq.logging.progress_bar"), Watch()
     level = logger.level

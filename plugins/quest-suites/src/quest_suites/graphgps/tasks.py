@@ -50,13 +50,79 @@ def run_graph(cell: Cell, progress: Progress, *, watch: int = 0) -> Result:
     """
     from torch_geometric import seed_everything
     from torch_geometric.data import Batch
-    from torch_geometric.graphgym.config import cfg, set_cfg
+    from torch_geometric.graphgym.config import cfg
     from torch_geometric.graphgym.loader import create_loader
     from torch_geometric.graphgym.model_builder import create_model
 
+    _configure(cell)
+    seed_everything(cell.seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PyTorch Geometric about its own code
+        train, validation, test = create_loader()
+    model = create_model()
+    (optimizer,), (schedule,) = model.configure_optimizers()
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    metric, higher, measure = METRICS.get(cell.suite) or METRICS.get(cell.task, ("accuracy", True, accuracy))
+    probe = Batch.from_data_list([*validation.dataset][:watch]).to(model.device) if watch else None
+
+    @torch.no_grad()
+    def evaluate(loader: Any) -> float:
+        model.eval()
+        steps = [model.validation_step(batch.to(model.device)) for batch in loader]
+        return measure([(step["pred_score"].cpu(), step["true"].cpu()) for step in steps])
+
+    losses: list[float] = []
+    scores: list[float] = []  # of validation
+    observed: dict[str, list[float]] = {}
+    best: dict[str, Any] = {}  # the number of the best epoch, and its weights
+    if state := load_state(cell):
+        losses, scores, observed, best = (state[name] for name in ("losses", "scores", "observed", "best"))
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    for epoch in range(len(scores), cfg.optim.max_epoch):
+        model.train()
+        batches: list[Tensor] = []
+        for batch in train:
+            loss = model.training_step(batch.to(model.device))["loss"]
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.clip_grad_norm_value)
+            optimizer.step()
+            batches.append(loss.detach())
+        schedule.step()
+        losses.append(torch.stack(batches).mean().item())
+        scores.append(evaluate(validation))
+        sign = 1 if higher else -1
+        if not best or sign * scores[-1] > sign * scores[best["epoch"]]:
+            best = {"epoch": epoch, "weights": copy.deepcopy(model.state_dict())}
+        if probe is not None:
+            for name, value in observe(model, probe.clone()).items():
+                observed.setdefault(name, []).append(value)
+        kept = {name: part.state_dict() for name, part in parts.items()}
+        save_state(cell, {"losses": losses, "scores": scores, "observed": observed, "best": best, **kept})
+        progress(len(scores) / cfg.optim.max_epoch, f"epoch {len(scores)} validation {scores[-1]:.4f}")
+    model.load_state_dict(best["weights"])
+    return Result(
+        metrics={metric: evaluate(test), "validation": scores[best["epoch"]], "epochs": float(len(scores))},
+        series={"train_loss": losses, "validation": scores, **observed},
+        details={
+            "best_epoch": best["epoch"] + 1,
+            "injected": str(model.model.attention_report),
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "graphs": [len(loader.dataset) for loader in (train, validation, test)],
+            "classes": cfg.share.dim_out,
+            "config": cfg.dump(),
+        },
+    )
+
+
+def _configure(cell: Cell) -> None:
+    """Set GraphGym's global config, and the graphs in memory that it names, to what the cell runs."""
+    from torch_geometric.graphgym.config import cfg, set_cfg
+
     from . import gps
 
-    options = dict(cell.options)
+    options = cell.options
     set_cfg(cfg)
     changes = FROM_ZINC.get(cell.suite)
     name = cell.task.lower() if changes is None else "zinc"
@@ -78,72 +144,8 @@ def run_graph(cell: Cell, progress: Progress, *, watch: int = 0) -> Result:
         graphs = [graph for part in gps.MEMORY[cell.task] for graph in part]
         cfg.dataset.node_encoder_num_types = 1 + max(int(graph.x.max()) for graph in graphs)
         if graphs[0].edge_attr is not None:
-            edges = torch.cat([graph.edge_attr for graph in graphs])
+            edges = torch.cat([graph.edge_attr for graph in graphs])  # a molecule of one atom has none
             cfg.dataset.edge_encoder_num_types = 1 + int(edges.max())
-
-    seed_everything(cell.seed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of PyTorch Geometric about its own code
-        train, validation, test = create_loader()
-    model = create_model()
-    (optimizer,), (schedule,) = model.configure_optimizers()
-    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    metric, higher, measure = METRICS.get(cell.suite) or METRICS.get(cell.task, ("accuracy", True, accuracy))
-    probe = Batch.from_data_list([*validation.dataset][:watch]).to(model.device) if watch else None
-
-    @torch.no_grad()
-    def evaluate(loader: Any) -> float:
-        model.eval()
-        steps = [model.validation_step(batch.to(model.device)) for batch in loader]
-        return measure([(step["pred_score"].cpu(), step["true"].cpu()) for step in steps])
-
-    losses: list[float] = []
-    found: list[float] = []
-    seen: dict[str, list[float]] = {}
-    best: dict[str, Any] = {}  # the number of the best epoch, and its weights
-    if state := load_state(cell):
-        losses, found, seen, best = (state[name] for name in ("losses", "found", "seen", "best"))
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
-    for epoch in range(len(found), cfg.optim.max_epoch):
-        model.train()
-        batches: list[Tensor] = []
-        for batch in train:
-            loss = model.training_step(batch.to(model.device))["loss"]
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.clip_grad_norm_value)
-            optimizer.step()
-            batches.append(loss.detach())
-        schedule.step()
-        losses.append(torch.stack(batches).mean().item())
-        found.append(evaluate(validation))
-        sign = 1 if higher else -1
-        if not best or sign * found[-1] > sign * found[best["epoch"]]:
-            best = {"epoch": epoch, "weights": copy.deepcopy(model.state_dict())}
-        if probe is not None:
-            for name, value in observe(model, probe.clone()).items():
-                seen.setdefault(name, []).append(value)
-        kept = {name: part.state_dict() for name, part in parts.items()}
-        save_state(cell, {"losses": losses, "found": found, "seen": seen, "best": best, **kept})
-        progress(len(found) / cfg.optim.max_epoch, f"epoch {len(found)} validation {found[-1]:.4f}")
-    model.load_state_dict(best["weights"])
-    return Result(
-        metrics={
-            metric: evaluate(test),
-            "validation": found[best["epoch"]],
-            "epochs": float(len(found)),
-        },
-        series={"train_loss": losses, "validation": found, **seen},
-        details={
-            "best_epoch": best["epoch"] + 1,
-            "injected": str(model.model.attention_report),
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "graphs": [len(loader.dataset) for loader in (train, validation, test)],
-            "classes": cfg.share.dim_out,
-            "config": cfg.dump(),
-        },
-    )
 
 
 def run_rates(cell: Cell, progress: Progress) -> Result:

@@ -75,24 +75,26 @@ def read(data: Path, task: str) -> list[Sentences]:
     return [[(line.lower().split(), name) for line in lines] for name, lines in zip(names, texts, strict=True)]
 
 
-def divide(sentences: Sentences, seed: int, tenth: int) -> tuple[Sentences, Sentences]:
-    """Return all but one of ten random parts, and that part. Sentences that differ in marks only share a part."""
+def divide(sentences: Sentences, seed: int, fold: int) -> tuple[Sentences, Sentences]:
+    """Return the sentences outside and inside one of ten random folds; those that differ only in marks share a fold."""
     keys = [" ".join(re.findall(r"\w+", " ".join(words))) for words, _ in sentences]
     different = sorted(set(keys))
     order = torch.randperm(len(different), generator=torch.Generator().manual_seed(seed)).tolist()
-    part = {different[i]: place % 10 for place, i in enumerate(order)}
-    rest = [one for one, key in zip(sentences, keys, strict=True) if part[key] != tenth]
-    return rest, [one for one, key in zip(sentences, keys, strict=True) if part[key] == tenth]
+    fold_of = {different[i]: place % FOLDS for place, i in enumerate(order)}
+    outside = [one for one, key in zip(sentences, keys, strict=True) if fold_of[key] != fold]
+    return outside, [one for one, key in zip(sentences, keys, strict=True) if fold_of[key] == fold]
 
 
 def splits(data: Path, task: str, seed: int) -> list[Sentences]:
     """Return the sentences of training, validation and test."""
-    rest, test = read(data, task)
-    if task != "TREC":
+    if task == "TREC":
+        train, test = read(data, task)
+    else:
         if not 0 <= seed < FOLDS:
             raise ConfigError(f"seed is {seed}; a seed of {task} is one of its folds, 0 to {FOLDS - 1}")
-        rest, test = divide(rest + test, 0, seed)
-    return [*divide(rest, seed, 0), test]
+        first, second = read(data, task)  # the two classes
+        train, test = divide(first + second, seed=0, fold=seed)
+    return [*divide(train, seed, fold=0), test]
 
 
 def encode(parts: Sequence[Sentences]) -> tuple[list[list[dict[str, Any]]], int, int]:

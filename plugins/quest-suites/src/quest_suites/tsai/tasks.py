@@ -132,35 +132,16 @@ def train(cell: Cell, progress: Progress) -> Result:
         raise ConfigError(
             f"option heads is {options['heads']}, which does not divide d_model {options['d_model']}; choose another"
         )
-    masked = options["architecture"] == "TSTPlus"
-    x, y, splits = load(cell, padding=math.nan if masked else 0.0)
+    x, y, splits = load(cell, padding=math.nan if options["architecture"] == "TSTPlus" else 0.0)
     epochs = min(options["epochs"], SMOKE_EPOCHS) if cell.smoke else options["epochs"]
 
     set_seed(cell.seed, reproducible=True)
-    sizes = {"d_model": options["d_model"], "dropout": options["dropout"]}
-    arch: Any = "TSTPlus"
-    arch_config: dict[str, Any] = {}
-    if masked:
-        from quest_tsai import TsaiAdapter
-
-        TsaiAdapter().install()
-        arch_config = {
-            **sizes,
-            "n_layers": options["layers"],
-            "n_heads": options["heads"],
-            "d_ff": 2 * options["d_model"],
-            "attention": cell.attention,
-        }
-    else:
-        arch = ClassTokenTransformer(
-            x.shape[1], len(np.unique(y)), x.shape[2], layers=options["layers"], heads=options["heads"], **sizes
-        )
-        inject(arch, cell.attention, adapter="torch", fresh=True)
+    arch, arch_config = architecture(cell, x.shape[1], len(np.unique(y)), x.shape[2])
 
     losses: list[float] = []
-    accuracies: list[float] = []
+    accuracies: list[float] = []  # on the test split
     validation: list[float] = []
-    batches: list[Tensor] = []
+    batches: list[Tensor] = []  # losses of this epoch
     select = options["select"]
     steering = validation if select == "validation" else accuracies  # the accuracy that chooses the epoch
 
@@ -241,11 +222,7 @@ def train(cell: Cell, progress: Progress) -> Result:
 
     best = len(accuracies) - 1 if select == "last" else last_best(steering)
     return Result(
-        metrics={
-            "accuracy": accuracies[best],
-            "last_accuracy": accuracies[-1],
-            "epochs": float(len(accuracies)),
-        },
+        metrics={"accuracy": accuracies[best], "last_accuracy": accuracies[-1], "epochs": float(len(accuracies))},
         series={"train_loss": losses, "accuracy": accuracies, **({"validation": validation} if validation else {})},
         details={
             "reported_epoch": best + 1,
@@ -258,6 +235,23 @@ def train(cell: Cell, progress: Progress) -> Result:
             "time_steps": x.shape[2],
         },
     )
+
+
+def architecture(cell: Cell, features: int, classes: int, time_steps: int) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments `arch` and `arch_config` of TSClassifier: the paper's model, or the name of tsai's own."""
+    options = cell.options
+    sizes = {"d_model": options["d_model"], "dropout": options["dropout"]}
+    if options["architecture"] == "TSTPlus":
+        from quest_tsai import TsaiAdapter
+
+        TsaiAdapter().install()
+        sizes |= {"n_layers": options["layers"], "n_heads": options["heads"], "d_ff": 2 * options["d_model"]}
+        return "TSTPlus", {**sizes, "attention": cell.attention}
+    model = ClassTokenTransformer(
+        features, classes, time_steps, layers=options["layers"], heads=options["heads"], **sizes
+    )
+    inject(model, cell.attention, adapter="torch", fresh=True)
+    return model, {}
 
 
 def last_best(values: list[float]) -> int:
