@@ -44,15 +44,15 @@ class _Things(NamedTuple):
     label: np.ndarray  # [n]
 
 
-# (length, width, height) in meters, their relative spread, and the most that a scene has.
+# class -> (length, width, height) in meters, their relative spread, and the most that a scene has
 _VEHICLES = {
-    "car": (4.6, 1.9, 1.7, 0.10, 9),
-    "truck": (7.5, 2.5, 2.9, 0.15, 3),
-    "bus": (11.5, 2.9, 3.4, 0.05, 2),
-    "trailer": (11.0, 2.5, 3.6, 0.10, 2),
-    "construction_vehicle": (6.0, 2.7, 3.0, 0.20, 2),
-    "motorcycle": (2.1, 0.8, 1.4, 0.10, 3),
-    "bicycle": (1.7, 0.6, 1.2, 0.10, 4),
+    "car": ((4.6, 1.9, 1.7), 0.10, 9),
+    "truck": ((7.5, 2.5, 2.9), 0.15, 3),
+    "bus": ((11.5, 2.9, 3.4), 0.05, 2),
+    "trailer": ((11.0, 2.5, 3.6), 0.10, 2),
+    "construction_vehicle": ((6.0, 2.7, 3.0), 0.20, 2),
+    "motorcycle": ((2.1, 0.8, 1.4), 0.10, 3),
+    "bicycle": ((1.7, 0.6, 1.2), 0.10, 4),
 }
 _REFLECTS = {
     "barrier": 0.45, "bicycle": 0.30, "bus": 0.50, "car": 0.45, "construction_vehicle": 0.45, "motorcycle": 0.30,
@@ -103,12 +103,17 @@ def _furnish(random: np.random.Generator, street: float, walk: float) -> _Things
     """Return the things on a street along x, whose sidewalks begin at |y| = `street` and are `walk` wide."""
     rows: list[tuple[Any, ...]] = []
 
-    def put(name: str, x: float, y: float, size: Sequence[float], yaw: float = 0.0, **more: Any) -> None:
-        length, width, height = size
-        middle = more.get("above", 0.0) + height / 2 - SENSOR_HEIGHT
-        rows.append(
-            ((x, y, middle), (length / 2, width / 2, height / 2), yaw, more.get("round", False), CLASSES.index(name))
-        )
+    def put(
+        name: str,
+        x: float,
+        y: float,
+        size: Sequence[float],  # length, width, height
+        yaw: float = 0.0,
+        above: float = 0.0,  # the height of its bottom
+        round: bool = False,
+    ) -> None:
+        half = tuple(extent / 2 for extent in size)
+        rows.append(((x, y, above + half[2] - SENSOR_HEIGHT), half, yaw, round, CLASSES.index(name)))
 
     def along() -> float:
         far = random.uniform(5.0, 38.0)  # away from the sensor
@@ -117,9 +122,10 @@ def _furnish(random: np.random.Generator, street: float, walk: float) -> _Things
     def side() -> int:
         return 1 if random.uniform() < 0.5 else -1
 
-    for name, (length, width, height, spread, most) in _VEHICLES.items():
+    # on the street
+    for name, (usual, spread, most) in _VEHICLES.items():
         for _ in range(random.integers(1, most + 1)):
-            size = tuple(extent * (1 + spread * random.normal()) for extent in (length, width, height))
+            size = tuple(extent * (1 + spread * random.normal()) for extent in usual)
             two_wheels = name in ("bicycle", "motorcycle")
             lane = (street - 0.7) if two_wheels else random.uniform(0.3, 0.75) * street
             x, y = along(), side() * lane
@@ -137,6 +143,7 @@ def _furnish(random: np.random.Generator, street: float, walk: float) -> _Things
             if two_wheels and random.uniform() < 0.5:  # a rider has its vehicle's class, as in nuScenes
                 put(name, x, y, (0.5, 0.5, 0.8), above=size[2] * 0.7, round=True)
 
+    # pedestrians on the sidewalks, and a row each of cones and barriers
     for _ in range(random.integers(3, 12)):
         near = street + random.uniform(0.2, walk)
         put("pedestrian", along(), side() * near, (0.55, 0.55, random.normal(1.72, 0.08)), round=True)
@@ -146,6 +153,7 @@ def _furnish(random: np.random.Generator, street: float, walk: float) -> _Things
     x, y = along(), side() * (street + 0.1)
     for i in range(random.integers(2, 7)):
         put("barrier", x + 2.0 * i, y, (1.9, 0.5, random.normal(1.0, 0.05)))
+    # beyond the sidewalks, stretch by stretch: a building or trees
     for where in (-1, 1):
         edge = street + walk
         x = -45.0
