@@ -130,29 +130,13 @@ def run_committed(results: Path, suites: Iterable[str], folder: Path) -> list[st
     seen: set[tuple[str, ...]] = set()
     ran: list[str] = []
     for command in sorted(set(committed_commands(results))):
-        words = shlex.split(command)[2:]
-        name = next(
-            (n for n in declared if words[0] == "run" and (words[1] == n or words[1].startswith(n + "/"))), None
-        )
-        if name is None or {"--data", "--repo"} & set(words):
-            continue
-        given = dict(itertools.pairwise(words))
-        options = {option["name"]: option["default"] for option in declared[name]["options"]}
-        chosen = [word.split("=", 1) for flag, word in itertools.pairwise(words) if flag == "--set"]
-        for key, text in chosen:
-            first = text.split(",")[0]
-            options[key] = first if isinstance(options[key], str) else json.loads(first)
-        asked = words[1][len(name) + 1 :]
-        attentions = re.split(r",\s*(?![^(]*\))", given.get("--attention", "standard,quest"))
-        attentions = [one for one in attentions if find_spec("quest_zoo") or _is_known(one)]
-        tasks = asked.split(",") if asked else declared[name]["tasks"]
-        for task, attention in [*((tasks[0], one) for one in attentions), *((one, attentions[0]) for one in tasks[1:])]:
-            chosen_options = json.dumps(options, sort_keys=True)
-            new = {(name, task, attention), (name, chosen_options)} - seen
+        for name, task, attention, options in _named_cells(command, declared):
+            as_text = json.dumps(options, sort_keys=True)
+            new = {(name, task, attention), (name, as_text)} - seen
             if not new:
                 continue
             seen |= new
-            ran.append(f"{name} {task} {attention} {chosen_options}")
+            ran.append(f"{name} {task} {attention} {as_text}")
             workdir = folder / str(len(ran))
             workdir.mkdir()
             (entry,) = entry_points(group="quest.benchmarks", name=name)
@@ -162,6 +146,33 @@ def run_committed(results: Path, suites: Iterable[str], folder: Path) -> list[st
             seconds = _processor_seconds() - before
             assert seconds <= SMOKE_S, f"{ran[-1]}: --smoke takes {seconds:.0f} s, at most {SMOKE_S:g}"
     return ran
+
+
+def _named_cells(
+    command: str, declared: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+    """Yield suite, task, attention and options: the first task with each attention, then the others with the first."""
+    verb, *words = shlex.split(command)[2:]  # after "quest bench"
+    if verb != "run":
+        return
+    selector, *flags = words
+    name = next((one for one in declared if selector == one or selector.startswith(f"{one}/")), None)
+    if name is None or {"--data", "--repo"} & set(flags):
+        return
+    options = {option["name"]: option["default"] for option in declared[name]["options"]}
+    for flag, word in itertools.pairwise(flags):
+        if flag == "--set":
+            key, values = word.split("=", 1)
+            first = values.split(",")[0]
+            options[key] = first if isinstance(options[key], str) else json.loads(first)
+    asked = dict(itertools.pairwise(flags)).get("--attention", "standard,quest")
+    attentions = re.split(r",\s*(?![^(]*\))", asked)
+    attentions = [one for one in attentions if find_spec("quest_zoo") or _is_known(one)]
+    tasks = list(filter(None, selector[len(name) + 1 :].split(","))) or declared[name]["tasks"]
+    for attention in attentions:
+        yield name, tasks[0], attention, options
+    for task in tasks[1:]:
+        yield name, task, attentions[0], options
 
 
 def _is_known(attention: str) -> bool:

@@ -80,7 +80,10 @@ def further() -> dict[str, Path]:
 
 def base(name: str) -> str:
     """Return the environment that `name` is a variant of, or `name`."""
-    return next((own for own in (CORE, *hosts()) if further().get(name, ROOT).parent.parent == home(own)), name)
+    if name not in further():
+        return name
+    folder = further()[name].parents[1]
+    return CORE if folder == ROOT else folder.name
 
 
 def environment(name: str) -> Environment:
@@ -88,10 +91,8 @@ def environment(name: str) -> Environment:
     if name not in (CORE, *hosts(), *further()):
         raise Failure(f"unknown environment '{name}'; choose from: {', '.join([CORE, *hosts(), *further()])}")
     own, folder = base(name), home(base(name))
-    files = further().get(name, folder)
-    constraints, nodeps, instead = (
-        files / f"{stem}.txt" for stem in ("constraints", "requirements-nodeps", "requirements")
-    )
+    files = further().get(name, folder)  # the folder of its constraints
+    constraints, nodeps = files / "constraints.txt", files / "requirements-nodeps.txt"
     shims = [files]
     if own == CORE:
         requirements = ["-e", f"{ROOT}[test,dev,docs]"]
@@ -100,17 +101,17 @@ def environment(name: str) -> Environment:
                 requirements += ["-e", str(path)]
             nodeps = RESEARCH / "requirements-nodeps.txt"
     else:
-        replaced = files != folder and instead.exists()
         requirements = ["-e", f"{ROOT}[test]"]
-        requirements += ["-e", *((f"{folder}[test]", "-r", str(instead)) if replaced else (f"{folder}[host,test]",))]
+        if name != own and (files / "requirements.txt").exists():
+            requirements += ["-e", f"{folder}[test]", "-r", str(files / "requirements.txt")]
+        else:
+            requirements += ["-e", f"{folder}[host,test]"]
         requirements += ["-e", str(PLUGINS / SUITES), "-e", str(EXAMPLE)]
-        shims.append(PLUGINS / SUITES)
         text = (folder / "pyproject.toml").read_text()
-        for other in (
-            other for other in plugins() if other not in (own, SUITES) and re.search(rf'"{other}[>\[]', text)
-        ):
+        named = [other for other in plugins() if other not in (own, SUITES) and re.search(rf'"{other}[>\[]', text)]
+        for other in named:
             requirements += ["-e", str(PLUGINS / other)]
-            shims.append(PLUGINS / other)
+        shims += [PLUGINS / other for other in (SUITES, *named)]
     return Environment(
         name,
         constraints if constraints.exists() else ROOT / "constraints.txt",
