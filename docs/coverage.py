@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass, fields
 from multiprocessing.connection import Connection
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 DOCS = Path(__file__).parent
 DATA, PAGE = DOCS / "coverage.csv", DOCS / "coverage.md"
@@ -64,7 +64,7 @@ TINY = {
 """Sizes of a tiny model of transformers, by the attribute of a config that holds them."""
 SMALL = re.compile("atto|femto|pico|nano|tiny|mini|xx?s|small")
 """Names of small models of timm."""
-FEW = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "encoder_layers", "decoder_layers")
+DEPTHS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "encoder_layers", "decoder_layers")
 
 
 @dataclass(frozen=True)
@@ -117,21 +117,21 @@ def configs(model_type: str) -> Iterator[tuple[Any, int]]:
     from transformers import AutoModel
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind, why, found = CONFIG_MAPPING[model_type], None, False
+    kind = CONFIG_MAPPING[model_type]
     widths = [name for name in TINY if name != "head_dim"]
-    narrow = [name for name in TINY if name not in FEW]  # of the host's depth
-    for names in (TINY, widths, narrow, FEW, ()):
+    narrow = [name for name in TINY if name not in DEPTHS]  # of the host's depth
+    tries, errors = (TINY, widths, narrow, DEPTHS, ()), []
+    for names in tries:
         try:
             config = kind(**_sizes(kind(), names)) if names else kind()
             with torch.device("meta"):
                 size = sum(p.numel() for p in AutoModel.from_config(config).parameters())
         except Exception as error:
-            why = error
-            continue
-        found = True
-        yield config, size
-    if not found and why is not None:
-        raise why
+            errors.append(error)
+        else:
+            yield config, size
+    if len(errors) == len(tries):
+        raise errors[-1]
 
 
 def _sizes(config: Any, names: Any) -> dict[str, Any]:
@@ -226,32 +226,34 @@ def try_listed(package: str, name: str) -> dict[str, Any]:
     return judge(lambda: inject(model, "quest", example=example)[0])
 
 
-PACKAGES: dict[str, tuple[Callable[[], list[str]], Callable[[str], dict[str, Any]], str]] = {
-    "transformers": (
-        transformers_names,
-        try_transformers,
-        '`AutoModel.from_config(config, attn_implementation="quest")`',
+class Package(NamedTuple):
+    """How the models of a package are tried."""
+
+    names: Callable[[], list[str]]
+    attempt: Callable[[str], dict[str, Any]]
+    line: str  # what a user writes, and which models are tried
+
+
+def _listed(package: str, which: str) -> Package:
+    line = f'`quest_core.inject(model, "quest", example=batch)`, {which}'
+    return Package(lambda: list(listed(package)), functools.partial(try_listed, package), line)
+
+
+PACKAGES = {
+    "transformers": Package(
+        transformers_names, try_transformers, '`AutoModel.from_config(config, attn_implementation="quest")`'
     ),
-    "timm": (timm_names, try_timm, '`timm.create_model(name, attention="quest")`, a small model of each family'),
-} | {
-    package: (
-        lambda package=package: list(listed(package)),  # type: ignore[misc]
-        functools.partial(try_listed, package),
-        f'`quest_core.inject(model, "quest", example=batch)`, {what}',
-    )
-    for package, what in {
-        "torchvision": "the first model of each module",
-        "vit-pytorch": "the classes of attention",
-        "x-transformers": "a decoder by each flag",
-        "diffusers": "models that users train most",
-        "segmentation-models-pytorch": "every architecture",
-        "torchaudio": "models with attention",
-        "speechbrain": "transformers and their layers",
-        "neuralforecast": "every model that is built from sizes",
-        CLONE: "every model without weights to load",
-    }.items()
+    "timm": Package(timm_names, try_timm, '`timm.create_model(name, attention="quest")`, a small model of each family'),
+    "torchvision": _listed("torchvision", "the first model of each module"),
+    "vit-pytorch": _listed("vit-pytorch", "the classes of attention"),
+    "x-transformers": _listed("x-transformers", "a decoder by each flag"),
+    "diffusers": _listed("diffusers", "models that users train most"),
+    "segmentation-models-pytorch": _listed("segmentation-models-pytorch", "every architecture"),
+    "torchaudio": _listed("torchaudio", "models with attention"),
+    "speechbrain": _listed("speechbrain", "transformers and their layers"),
+    "neuralforecast": _listed("neuralforecast", "every model that is built from sizes"),
+    CLONE: _listed(CLONE, "every model without weights to load"),
 }
-"""Package -> its names, what tries one, and what that says."""
 
 
 # --- all models -------------------------------------------------------------------------------------------------------
@@ -273,7 +275,7 @@ def attempt(package: str, name: str) -> Row:
     torch.manual_seed(0)
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
-        made = PACKAGES[package][1](name)
+        made = PACKAGES[package].attempt(name)
     reason = re.sub(r"(https?://\S+|/\S+/\S+)", "…", made.pop("reason", ""))  # no path of this machine
     return Row(package, version_of(package), name, **made, reason=reason[:LONGEST])
 
@@ -294,7 +296,7 @@ def measure(models: list[tuple[str, str]], jobs: int) -> Iterator[Row]:
 
 def apart(model: tuple[str, str]) -> Row:
     """Return the row of one model, tried in a process of its own, which may end without one."""
-    context = multiprocessing.get_context("fork")  # nothing is imported again
+    context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(*model, sender))
     process.start()
@@ -354,7 +356,7 @@ def render(rows: Iterable[Row]) -> str:
     for package, count in counts.items():
         if not count:
             continue
-        text += f"\n## {package}\n\n{PACKAGES[package][2]}\n"
+        text += f"\n## {package}\n\n{PACKAGES[package].line}\n"
         own = [row for row in rows if row.package == package]
         for outcome, title in (("not", "Not"), ("unbuilt", "Not built")):
             if count[outcome]:
@@ -397,21 +399,22 @@ def main() -> int:
             found = given.clone if package == CLONE else importlib.util.find_spec(package.replace("-", "_"))
             if (given.which and not chosen) or not found:
                 continue
-            before_fork = "quest_transformers" if package == "transformers" else "quest_core"
-            importlib.import_module(before_fork)
+            # before the first fork, so that no model's process imports it again
+            importlib.import_module("quest_transformers" if package == "transformers" else "quest_core")
             version = version_of(package)
-            names = PACKAGES[package][0]() if "" in chosen or not chosen else chosen
+            is_all = "" in chosen or not chosen
+            names = PACKAGES[package].names() if is_all else chosen
             models = [(package, name) for name in names]
             if not given.again:
                 models = [key for key in models if key not in rows or rows[key].version != version]
             for row in measure(models, given.jobs):
                 before = rows.get((package, row.name))
-                if before is not None and before.outcome == "taken" != row.outcome:
+                if before is not None and before.outcome == "taken" and row.outcome != "taken":
                     lost.append(f"{package}/{row.name}")
                 rows[row.package, row.name] = row
                 write(rows)
                 print(json.dumps(asdict(row), ensure_ascii=False), flush=True)
-            if names is not chosen:  # models that the installed version no longer has
+            if is_all:  # forget models that the installed version no longer has
                 rows = {key: row for key, row in rows.items() if key[0] != package or key[1] in names}
                 write(rows)
     PAGE.write_text(render(read().values()))
