@@ -188,10 +188,9 @@ def test(session: nox.Session) -> None:
     chosen = environments.selection(rest, given.all)
     if chosen and given.only:
         session.error(f"--only {given.only} chooses an environment, and so do the paths")
-    options = [argument for argument in rest if not environments.is_path(argument)]
     named = any("::" in path for paths in chosen.values() for path in paths)  # a test that is named runs
     tier = "not gpu" if given.full or named else "not gpu and not slow"
-    options = ["-m", tier, *options]
+    options = ["-m", tier, *(argument for argument in rest if not environments.is_path(argument))]
     names = [given.only] if given.only else list(chosen)
     names = names or [CORE, *environments.hosts(), *(environments.further() if given.all else ())]
     stages: list[running.Stage] = []
@@ -208,10 +207,7 @@ def test(session: nox.Session) -> None:
         if chosen:
             stages.append(running.pytest_stage(f"{name} tests", executable, chosen[name], options, live=True))
             continue
-        for paths in environments.suites(name):
-            homes = {environments.BENCH: environments.home(environments.BENCH), "research": environments.RESEARCH}
-            label = next((label for label, home in homes.items() if paths[0].is_relative_to(home)), name)
-            suites.append((f"{label} tests", executable, paths))
+        suites += [(f"{label} tests", executable, paths) for label, paths in environments.suites(name).items()]
     # The core's suite fills every core. The others run side by side, because each worker would import the host;
     # from the last, so that the shortest suites end the run.
     live, workers = bool(rest), ["-n", WORKERS, "--dist", "worksteal"]

@@ -145,13 +145,13 @@ def integration_tests(name: str) -> list[Path]:
     return sorted(path for path in (ROOT / "integration_tests").rglob("test_*.py") if owner(path) == name)
 
 
-def suites(name: str) -> list[list[Path]]:
-    """Return the paths of each pytest process of environment `name`."""
+def suites(name: str) -> dict[str, list[Path]]:
+    """Return the paths of each pytest process of environment `name`, by what it tests."""
     tests = home(base(name)) / "tests"
-    if name == CORE:
-        # Modules of the same name cannot share a process.
-        return [[tests, *integration_tests(CORE)], [PLUGINS / BENCH / "tests"], [RESEARCH / "tests"]]
-    return [[tests, *(integration_tests(base(name)) if base(name) != CORE else [])]]
+    if name == CORE:  # modules of the same name cannot share a process
+        core = [tests, *integration_tests(CORE)]
+        return {CORE: core, BENCH: [PLUGINS / BENCH / "tests"], "research": [RESEARCH / "tests"]}
+    return {name: [tests, *(integration_tests(base(name)) if base(name) != CORE else [])]}
 
 
 def is_path(argument: str) -> bool:

@@ -93,29 +93,34 @@ def mechanism_pages() -> dict[str, str]:
     sections = re.split(r"^## (.+)$", (ROOT / "docs" / "mechanisms" / "when.md").read_text(), flags=re.MULTILINE)[1:]
     when = {name: text.strip() for name, text in zip(sections[::2], sections[1::2], strict=True)}
     own = [kind for kind in mechanisms().values() if owner(kind) == "quest-core"]
-    pages = {}
-    for axis in AXIS_TITLES:
-        for kind in (kind for kind in [*own, *zoo()] if kind.axis == axis):
-            name = kind.name
-            written = name if axis in ("score", "family") else f"quest+{name}"
-            written += "(kv_heads=2)" if any(option.name == "kv_heads" for option in kind.options) else ""
-            rows = [f"| `{o.name}` | {'null' if o.default is None else o.default} | {o.doc} |" for o in kind.options]
-            options = ["| option | default | meaning |", "|---|---|---|", *rows, ""] if rows else []
-            causal = "yes" if kind.causal else f"no: {kind.causal_reason}"
-            facts = {"package": "quest-core" if kind in own else "quest-zoo", "causal": causal}
-            facts |= {"other sequences as keys": "yes" if kind.cross else "no"}
-            facts |= {"cache": "yes" if kind.cached else "no", "own parameters": "yes" if kind.learnable else "no"}
-            facts |= {"cost": kind.complexity, "source": kind.source}
-            pages[f"mechanisms/{name}.md"] = "\n".join(
-                [
-                    *(f"# {name}", "", f"**{kind.formula()}** ({axis})", "", when[name], ""),
-                    *("```python", f'out = quest_core.attention(q, k, v, "{written}")' if not kind.learnable else ""),
-                    *(f'layer = quest_core.Attention(256, 8, attention="{written}")', "```", "", *options),
-                    *("| | |", "|---|---|", *(f"| {fact} | {value} |" for fact, value in facts.items()), ""),
-                    *("## Code", "", "```python", inspect.getsource(kind).rstrip(), "```", ""),
-                ]
-            )
-    return pages
+    kinds = [kind for axis in AXIS_TITLES for kind in [*own, *zoo()] if kind.axis == axis]
+    return {f"mechanisms/{kind.name}.md": _mechanism_page(kind, when[kind.name]) for kind in kinds}
+
+
+def _mechanism_page(kind: Any, when: str) -> str:
+    from quest_core.registry import owner
+
+    attention = kind.name if kind.axis in ("score", "family") else f"quest+{kind.name}"
+    attention += "(kv_heads=2)" if any(option.name == "kv_heads" for option in kind.options) else ""
+    call = [] if kind.learnable else [f'out = quest_core.attention(q, k, v, "{attention}")']
+    layer = f'layer = quest_core.Attention(256, 8, attention="{attention}")'
+    options = [f"| `{o.name}` | {'null' if o.default is None else o.default} | {o.doc} |" for o in kind.options]
+    facts = {
+        "package": "quest-core" if owner(kind) == "quest-core" else "quest-zoo",
+        "causal": "yes" if kind.causal else f"no: {kind.causal_reason}",
+        "other sequences as keys": "yes" if kind.cross else "no",
+        "cache": "yes" if kind.cached else "no",
+        "own parameters": "yes" if kind.learnable else "no",
+        "cost": kind.complexity,
+        "source": kind.source,
+    }
+    lines = [f"# {kind.name}", "", f"**{kind.formula()}** ({kind.axis})", "", when, ""]
+    lines += ["```python", *call, layer, "```", ""]
+    if options:
+        lines += ["| option | default | meaning |", "|---|---|---|", *options, ""]
+    lines += ["| | |", "|---|---|", *(f"| {fact} | {value} |" for fact, value in facts.items()), ""]
+    lines += ["## Code", "", "```python", inspect.getsource(kind).rstrip(), "```", ""]
+    return "\n".join(lines)
 
 
 def drawn(folder: Path) -> Path:

@@ -308,7 +308,7 @@ def test_the_core_is_tested_with_the_oldest_pytorch_it_declares():
     made = environments.environment("core-oldest")
     assert made.requirements == ("-e", f"{ROOT}[test,dev,docs]")
     assert f"\n{declared.replace('>=', '==')}." in made.constraints.read_text()
-    assert environments.suites("core-oldest") == [[ROOT / "tests"]]
+    assert environments.suites("core-oldest") == {"core-oldest": [ROOT / "tests"]}
     assert "core-newest" in environments.further()
 
 

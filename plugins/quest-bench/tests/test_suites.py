@@ -23,7 +23,7 @@ from quest_suites.contract import (
     sweep,
     width_of_range,
 )
-from quest_suites.timing import beside_stock, peak_mib, training_step
+from quest_suites.timing import time_in_turns, peak_mib, training_step
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_steps_take_turns():
     def progress(fraction, text):
         reported.append(fraction)
 
-    found = beside_stock(
+    found = time_in_turns(
         lambda: step("stock", 300_000), lambda: step("own", 900_000), rounds=5, progress=progress, warm_up=1
     )
     assert found.metrics["time of stock"] == pytest.approx(3, rel=0.5)

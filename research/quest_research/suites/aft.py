@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import quest_core
 from quest_core.errors import ConfigError
 from quest_suites.contract import Cell, Progress, Result
-from quest_suites.timing import beside_stock, training_step
+from quest_suites.timing import time_in_turns, training_step
 
 from .images import Block, Split, read
 from .training import fit, token_loss
@@ -99,7 +99,7 @@ def run(cell: Cell, progress: Progress) -> Result:
     some = (training[0][:batch], training[1][:batch])
     stock = build("standard")
     steps = (training_step(timed.train(), partial(token_loss, timed, some)) for timed in (stock, model))
-    taken = beside_stock(*steps, rounds=options["rounds"])
+    taken = time_in_turns(*steps, rounds=options["rounds"])
     ratios = {name: taken.metrics.get(f"{name} of stock") for name in ("time", "memory")}
     metrics |= {f"{name} of standard": ratio for name, ratio in ratios.items() if ratio is not None}
     return Result(metrics, curves, {"parameters": sum(p.numel() for p in model.parameters())})

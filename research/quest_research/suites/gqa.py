@@ -27,7 +27,7 @@ from quest_core.config import AttentionConfig
 from quest_core.errors import ConfigError
 from quest_core.registry import find
 from quest_suites.contract import Cell, Progress, Result, part
-from quest_suites.timing import beside_stock
+from quest_suites.timing import time_in_turns
 
 from .images import VisionTransformer, accuracy, classify, read
 from .training import Curves
@@ -138,7 +138,7 @@ def _phases(
     probe = upstream.validation[0][:PROBE]
     stock, model = build(plain, cell.seed, options).eval(), models[half]
     with torch.no_grad():
-        timed = beside_stock(lambda: stock(probe), lambda: model(probe), rounds=options["rounds"])
+        timed = time_in_turns(lambda: stock(probe), lambda: model(probe), rounds=options["rounds"])
     ratios = {name: timed.metrics.get(f"{name} of stock") for name in ("time", "memory")}
     metrics |= {f"{name} of gqa": ratio for name, ratio in ratios.items() if ratio is not None}
     for name, model in {"fine-tuned": models[half], "fine-tuned from gqa": late}.items():

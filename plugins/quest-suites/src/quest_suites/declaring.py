@@ -31,7 +31,7 @@ def text(name: str, doc: str, default: str | None = "") -> Option:
 
 
 def timing_suite(summary: str, tasks: list[str], rounds: int, *options: Option, least: bool = False) -> dict[str, Any]:
-    """Return a suite whose function returns that of `quest_suites.timing.beside_stock`.
+    """Return a suite whose function returns that of `quest_suites.timing.time_in_turns`.
 
     With `least`, reports also have a table of the least time.
     """

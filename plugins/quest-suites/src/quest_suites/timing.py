@@ -24,7 +24,7 @@ Step = Callable[[], object]
 
 
 def against_stock(cell: Cell, progress: Progress, make: Callable[[str | None], Step]) -> Result:
-    """Time a step with the host's own attention and one with the cell's, as `beside_stock` does.
+    """Time a step with the host's own attention and one with the cell's, as `time_in_turns` does.
 
     Args:
         cell: its option `rounds` counts unless the run is a smoke run, which has two.
@@ -34,7 +34,7 @@ def against_stock(cell: Cell, progress: Progress, make: Callable[[str | None], S
     for attention in (None, cell.attention):
         torch.manual_seed(cell.seed)
         steps.append(make(attention))
-    return beside_stock(*steps, rounds=2 if cell.smoke else cell.options["rounds"], progress=progress)
+    return time_in_turns(*steps, rounds=2 if cell.smoke else cell.options["rounds"], progress=progress)
 
 
 def training_step(model: nn.Module, loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer | None = None) -> Step:
@@ -49,7 +49,7 @@ def training_step(model: nn.Module, loss: Callable[[], Tensor], optimizer: torch
     return step
 
 
-def beside_stock(
+def time_in_turns(
     stock: Step, own: Step, *, rounds: int, progress: Progress = lambda share, text: None, warm_up: int = 2
 ) -> Result:
     """Time two steps in turns, and measure the memory of each.
