@@ -23,7 +23,7 @@ from quest_suites.contract import (
     sweep,
     width_of_range,
 )
-from quest_suites.timing import time_in_turns, peak_mib, training_step
+from quest_suites.timing import peak_mib, time_in_turns, training_step
 
 
 @pytest.fixture

@@ -355,17 +355,7 @@ class Plan:
         found = []
         for seed, task, values, attention in grid:
             options = dict(zip(self.settings, values, strict=True))
-            cell = Cell(
-                suite=self.suite.name,
-                task=task,
-                attention=attention,
-                seed=seed,
-                smoke=self.smoke,
-                data=self.data,
-                options=options,
-                workdir=out,  # until the cell is there, of which the folder's name is made
-                data_fingerprint=self.tasks[task],
-            )
+            cell = Cell(self.suite.name, task, attention, seed, self.smoke, self.data, options, out, self.tasks[task])
             found.append(replace(cell, workdir=out / "cells" / _folder_name(cell) / "work"))
         return found
 

@@ -98,6 +98,7 @@ def compare(ours: Mapping[int, float], baseline: Mapping[int, float], higher_is_
     sign = 1 if higher_is_better else -1
     apart = [(_worth(a, sign), _worth(b, sign)) for a, b in pairs if not math.isclose(a, b, rel_tol=ROUNDING)]
     wins, losses = sum(a > b for a, b in apart), sum(a < b for a, b in apart)
+    ties = len(pairs) - wins - losses
     differences = [a - b for a, b in pairs if math.isfinite(a) and math.isfinite(b)]
     difference = estimate(differences)
     rounding = ROUNDING * max((abs(value) for pair in pairs for value in pair if math.isfinite(value)), default=0.0)
@@ -108,17 +109,8 @@ def compare(ours: Mapping[int, float], baseline: Mapping[int, float], higher_is_
     elif len(differences) > 1:
         test, gain = "paired t", sign * difference.mean
         p = float(stats.ttest_1samp(differences, 0.0).pvalue)
-    return Comparison(
-        difference,
-        wins,
-        losses,
-        ties=len(pairs) - wins - losses,
-        failed=failed,
-        baseline_failed=baseline_failed,
-        test=test,
-        p=p,
-        better=None if gain == 0 else gain > 0,
-    )
+    better = None if gain == 0 else gain > 0
+    return Comparison(difference, wins, losses, ties, failed, baseline_failed, test, p, better)
 
 
 def _worth(value: float, sign: int) -> float:
