@@ -288,12 +288,6 @@ def _send(package: str, model: str, to: Connection) -> None:
         to.send(asdict(attempt(package, model)))
 
 
-def measure(models: list[tuple[str, str]], jobs: int) -> Iterator[Row]:
-    """Try models, each in a process of its own; yield their rows as they come."""
-    with ThreadPool(jobs) as pool:
-        yield from pool.imap_unordered(apart, models)
-
-
 def apart(model: tuple[str, str]) -> Row:
     """Return the row of one model, tried in a process of its own, which may end without one."""
     context = multiprocessing.get_context("fork")
@@ -407,13 +401,14 @@ def main() -> int:
             models = [(package, name) for name in names]
             if not given.again:
                 models = [key for key in models if key not in rows or rows[key].version != version]
-            for row in measure(models, given.jobs):
-                before = rows.get((package, row.name))
-                if before is not None and before.outcome == "taken" and row.outcome != "taken":
-                    lost.append(f"{package}/{row.name}")
-                rows[row.package, row.name] = row
-                write(rows)
-                print(json.dumps(asdict(row), ensure_ascii=False), flush=True)
+            with ThreadPool(given.jobs) as pool:
+                for row in pool.imap_unordered(apart, models):
+                    before = rows.get((package, row.name))
+                    if before is not None and before.outcome == "taken" and row.outcome != "taken":
+                        lost.append(f"{package}/{row.name}")
+                    rows[row.package, row.name] = row
+                    write(rows)
+                    print(json.dumps(asdict(row), ensure_ascii=False), flush=True)
             if is_all:  # forget models that the installed version no longer has
                 rows = {key: row for key, row in rows.items() if key[0] != package or key[1] in names}
                 write(rows)

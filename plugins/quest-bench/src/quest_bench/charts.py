@@ -246,11 +246,8 @@ def forest(groups: Sequence[Group], baseline: str) -> list[dict[str, Any]]:
     if len({value["task"] for rows in values.values() for value in rows}) < 2:
         return []
     domain = list(dict.fromkeys([baseline, *(str(value["attention"]) for rows in values.values() for value in rows)]))
-    return [_forest(title, rows, domain) for title, rows in values.items()]
-
-
-def _forest(title: str, values: Sequence[Mapping[str, Any]], domain: Sequence[str]) -> dict[str, Any]:
     color = {**_color(domain, legend=True), "legend": {"values": domain[1:]}}
-    chart = _ranges(values, "task", f"difference in {title}", domain[1:], color)
-    chart["layer"].insert(0, _layer("rule", {"strokeDash": [3, 3]}, x={"datum": 0}))
-    return chart
+    charts = [_ranges(rows, "task", f"difference in {title}", domain[1:], color) for title, rows in values.items()]
+    for chart in charts:
+        chart["layer"].insert(0, _layer("rule", {"strokeDash": [3, 3]}, x={"datum": 0}))
+    return charts

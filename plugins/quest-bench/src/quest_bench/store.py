@@ -96,8 +96,11 @@ def load(folder: Path) -> Stored:
 
 def load_all(out: Path) -> list[Stored]:
     """Read every cell under a run's folder, in a stable order; without cells/, from its results.parquet."""
-    found = [load(path.parent) for path in sorted(out.glob("cells/*/cell.json"))]
-    return found or _load_table(out)
+    return _load_cells(out) or _load_table(out)
+
+
+def _load_cells(out: Path) -> list[Stored]:
+    return [load(path.parent) for path in sorted(out.glob("cells/*/cell.json"))]
 
 
 def rows(cells: Sequence[Stored]) -> list[dict[str, Any]]:
@@ -171,8 +174,8 @@ def check_conflicts(out: Path, plan: Plan) -> None:
     An option's values must contain, or be contained in, those that the folder has for this suite, so that the same
     command resumes, a wider sweep extends, and a changed value is noticed. A task's data must have the same content.
     """
-    stored = [load(path.parent) for path in sorted(out.glob("cells/*/cell.json"))]
-    earlier = [s.spec for s in stored if s.state != "unfinished" and s.spec["suite"] == plan.suite.name]
+    ended = [cell.spec for cell in _load_cells(out) if cell.state != "unfinished"]
+    earlier = [spec for spec in ended if spec["suite"] == plan.suite.name]
     if not earlier:
         return
     for spec in earlier:
@@ -287,7 +290,7 @@ def _choose_cells(sources: Sequence[Path], out: Path) -> dict[str, Stored]:
     first_by_smoke: dict[bool, Path] = {}
     first_by_task: dict[tuple[str, str], Stored] = {}
     for source in dict.fromkeys([*([out] if out.is_dir() else []), *sources]):
-        cells = [load(path.parent) for path in sorted(source.glob("cells/*/cell.json"))]
+        cells = _load_cells(source)
         if not cells and source != out:
             raise ConfigError(f"{source} holds no cells; name folders of `quest bench run --out`")
         for cell in cells:

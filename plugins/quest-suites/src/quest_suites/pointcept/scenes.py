@@ -104,15 +104,9 @@ def _furnish(random: np.random.Generator, street: float, walk: float) -> _Things
     rows: list[tuple[Any, ...]] = []
 
     def put(
-        name: str,
-        x: float,
-        y: float,
-        size: Sequence[float],  # length, width, height
-        yaw: float = 0.0,
-        above: float = 0.0,  # the height of its bottom
-        round: bool = False,
+        name: str, x: float, y: float, size: Sequence[float], yaw: float = 0.0, above: float = 0.0, round: bool = False
     ) -> None:
-        half = tuple(extent / 2 for extent in size)
+        half = tuple(extent / 2 for extent in size)  # of length, width and height
         rows.append(((x, y, above + half[2] - SENSOR_HEIGHT), half, yaw, round, CLASSES.index(name)))
 
     def along() -> float:
