@@ -121,12 +121,8 @@ def run_committed(results: Path, suites: Iterable[str], folder: Path) -> list[st
         The cells that ran, in words. Each returns its metric, and takes at most `SMOKE_S` seconds of the processor,
         which a loaded machine changes less than elapsed ones.
     """
-    declared = {
-        name: suite
-        for point in entry_points(group="quest.suites")
-        for name, suite in point.load().items()
-        if name in suites
-    }
+    installed = {name: info for point in entry_points(group="quest.suites") for name, info in point.load().items()}
+    declared = {name: info for name, info in installed.items() if name in suites}
     seen: set[tuple[str, ...]] = set()
     ran: list[str] = []
     for command in sorted(set(committed_commands(results))):
@@ -148,9 +144,7 @@ def run_committed(results: Path, suites: Iterable[str], folder: Path) -> list[st
     return ran
 
 
-def _named_cells(
-    command: str, declared: Mapping[str, Mapping[str, Any]]
-) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+def _named_cells(command: str, declared: Mapping[str, Any]) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     """Yield suite, task, attention and options: the first task with each attention, then the others with the first."""
     verb, *words = shlex.split(command)[2:]  # after "quest bench"
     if verb != "run":
@@ -169,10 +163,8 @@ def _named_cells(
     attentions = re.split(r",\s*(?![^(]*\))", asked)
     attentions = [one for one in attentions if find_spec("quest_zoo") or _is_known(one)]
     tasks = list(filter(None, selector[len(name) + 1 :].split(","))) or declared[name]["tasks"]
-    for attention in attentions:
-        yield name, tasks[0], attention, options
-    for task in tasks[1:]:
-        yield name, task, attentions[0], options
+    yield from ((name, tasks[0], attention, options) for attention in attentions)
+    yield from ((name, task, attentions[0], options) for task in tasks[1:])
 
 
 def _is_known(attention: str) -> bool:

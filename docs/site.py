@@ -93,20 +93,19 @@ def mechanism_pages() -> dict[str, str]:
     sections = re.split(r"^## (.+)$", (ROOT / "docs" / "mechanisms" / "when.md").read_text(), flags=re.MULTILINE)[1:]
     when = {name: text.strip() for name, text in zip(sections[::2], sections[1::2], strict=True)}
     own = [kind for kind in mechanisms().values() if owner(kind) == "quest-core"]
-    kinds = [kind for axis in AXIS_TITLES for kind in [*own, *zoo()] if kind.axis == axis]
-    return {f"mechanisms/{kind.name}.md": _mechanism_page(kind, when[kind.name]) for kind in kinds}
+    both = [(kind, "quest-core") for kind in own] + [(kind, "quest-zoo") for kind in zoo()]
+    ordered = [(kind, package) for axis in AXIS_TITLES for kind, package in both if kind.axis == axis]
+    return {f"mechanisms/{kind.name}.md": _mechanism_page(kind, package, when[kind.name]) for kind, package in ordered}
 
 
-def _mechanism_page(kind: Any, when: str) -> str:
-    from quest_core.registry import owner
-
+def _mechanism_page(kind: Any, package: str, when: str) -> str:
     attention = kind.name if kind.axis in ("score", "family") else f"quest+{kind.name}"
     attention += "(kv_heads=2)" if any(option.name == "kv_heads" for option in kind.options) else ""
     call = [] if kind.learnable else [f'out = quest_core.attention(q, k, v, "{attention}")']
     layer = f'layer = quest_core.Attention(256, 8, attention="{attention}")'
     options = [f"| `{o.name}` | {'null' if o.default is None else o.default} | {o.doc} |" for o in kind.options]
     facts = {
-        "package": "quest-core" if owner(kind) == "quest-core" else "quest-zoo",
+        "package": package,
         "causal": "yes" if kind.causal else f"no: {kind.causal_reason}",
         "other sequences as keys": "yes" if kind.cross else "no",
         "cache": "yes" if kind.cached else "no",

@@ -214,7 +214,7 @@ def run(
         check("heads", lambda: check_heads(checked["suite"], checked["attentions"], checked["settings"]))
     if "data" in checked:
         with console.status("reading --data, whose fingerprint is kept for the next start") if data else nullcontext():
-            check("tasks", lambda: select(available, suite, checked.get("data")))
+            check("tasks", lambda: select(available, suite, checked["data"]))
     if problems:
         raise ConfigError("; ".join(dict.fromkeys(problems)))
     chosen, tasks = checked["tasks"]

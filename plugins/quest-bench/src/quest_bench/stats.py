@@ -114,7 +114,6 @@ def compare(ours: Mapping[int, float], baseline: Mapping[int, float], higher_is_
 
 
 def _worth(value: float, sign: int) -> float:
-    """A value of which more is better, also if the seed failed."""
     return sign * value if math.isfinite(value) else -math.inf
 
 

@@ -274,9 +274,15 @@ def merge(sources: Sequence[Path], out: Path) -> tuple[int, int]:
     copied = 0
     for name, cell in chosen.items():
         target = out / "cells" / name
-        if cell.folder != target:
-            _copy_cell(cell.folder, target, neighbor=out / f"merge.{os.getpid()}.tmp")
-            copied += 1
+        if cell.folder == target:
+            continue
+        neighbor = out / f"merge.{os.getpid()}.tmp"  # not in cells/, where a kill would leave half a cell
+        shutil.rmtree(neighbor, ignore_errors=True)
+        shutil.copytree(cell.folder, neighbor, ignore=shutil.ignore_patterns("work", "claim", "*.tmp"))
+        target.parent.mkdir(exist_ok=True)
+        shutil.rmtree(target, ignore_errors=True)
+        neighbor.rename(target)
+        copied += 1
     for source in sources:
         for run in read_run(source):
             write_run(out, {"id": f"{run['command']}|{run['started']}", **run})
@@ -312,15 +318,6 @@ def _choose_cells(sources: Sequence[Path], out: Path) -> dict[str, Stored]:
             if other is None or rank[cell.state] > rank[other.state]:
                 chosen[cell.folder.name] = cell
     return chosen
-
-
-def _copy_cell(folder: Path, target: Path, neighbor: Path) -> None:
-    """Copy a cell's folder by way of `neighbor`, which is not in cells/, where a kill would leave half a cell."""
-    shutil.rmtree(neighbor, ignore_errors=True)
-    shutil.copytree(folder, neighbor, ignore=shutil.ignore_patterns("work", "claim", "*.tmp"))
-    target.parent.mkdir(exist_ok=True)
-    shutil.rmtree(target, ignore_errors=True)
-    neighbor.rename(target)
 
 
 def _equal(a: Stored, b: Stored) -> bool:

@@ -137,7 +137,6 @@ def train(cell: Cell, progress: Progress) -> Result:
 
     set_seed(cell.seed, reproducible=True)
     arch, arch_config = architecture(cell, x.shape[1], len(np.unique(y)), x.shape[2])
-
     losses: list[float] = []
     accuracies: list[float] = []  # on the test split
     validation: list[float] = []
@@ -170,10 +169,8 @@ def train(cell: Cell, progress: Progress) -> Result:
             kept = {name: part.state_dict() for name, part in (("model", self.learn.model), ("opt", self.learn.opt))}
             kept |= {"loaders": [loader.rng.getstate() for loader in self.learn.dls.loaders]}
             save_state(cell, {"losses": losses, "accuracies": accuracies, "validation": validation, **kept})
-            progress(
-                len(losses) / epochs,
-                f"epoch {len(losses)} {'validation ' * bool(validation)}accuracy {steering[-1]:.2f}",
-            )
+            measured = "validation accuracy" if validation else "accuracy"
+            progress(len(losses) / epochs, f"epoch {len(losses)} {measured} {steering[-1]:.2f}")
             if is_over():
                 raise CancelFitException
 
