@@ -231,7 +231,7 @@ class Package(NamedTuple):
 
     names: Callable[[], list[str]]
     attempt: Callable[[str], dict[str, Any]]
-    line: str  # what a user writes, and which models are tried
+    line: str  # the one line of a user, and which models are tried
 
 
 def _listed(package: str, which: str) -> Package:

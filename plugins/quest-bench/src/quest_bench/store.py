@@ -36,8 +36,7 @@ from .plan import Plan, cell_id, describe_cell, write_value
 from .worker import decode, encode, git_commit, whole, write_json, write_text
 
 # The columns of results.parquet, next to those with a prefix; see `rows`.
-# columns of results.parquet; `rows` adds those whose names depend on the suite
-SPEC_COLUMNS = ("suite", "task", "attention", "seed", "smoke", "data")
+SPEC_COLUMNS = ("suite", "task", "attention", "seed", "smoke", "data")  # of results.parquet; see `rows`
 RESULT_COLUMNS = ("seconds", "peak_rss_mib", "device", "threads", "finished")
 JSON_COLUMNS = ("details", "versions", "commits", "machine")
 
