@@ -5,7 +5,7 @@ import os
 import torch
 from hypothesis import register_random, settings
 
-for name, examples in (("ci", 30), ("dev", 40), ("thorough", 1000)):
+for name, examples in (("ci", 30), ("dev", 60), ("thorough", 1000)):
     # hypothesis's own profile for CI, the default there, draws the same examples in every run
     settings.register_profile(name, derandomize=False, deadline=None, max_examples=examples, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))

@@ -232,11 +232,8 @@ class Following(TorchFunctionMode):
             if not flows and out.is_floating_point():
                 flows = (Flow(Origin("parameter") if self.is_parameter(x) else ACTIVATION),)
             by = factor if step.name == "mul" else 1 / factor
-            gate, frames, why = (
-                by if self._may_gate(factors) else 1.0,
-                tuple(self.running),
-                LEARNED if learned else None,
-            )
+            gate = by if self._may_gate(factors) else 1.0
+            why, frames = LEARNED if learned else None, tuple(self.running)
             changed = [f.times(by).marked(why)._replace(gate=f.gate * gate, frames=frames) for f in flows]
         self.note(out, _merge([f.widened(out.shape) for f in changed]))
 

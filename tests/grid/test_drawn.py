@@ -2,7 +2,8 @@
 
 import functools
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from devtools import versions
@@ -13,6 +14,7 @@ from .transforms import TRANSFORMS
 
 TRANSFORMED = ("func.vmap", "func.grad", "func.jvp", "second derivative", "jit.trace", "make_fx")
 """Transforms that take no seconds."""
+SHARE = settings.default.max_examples // len(TRANSFORMED)
 
 
 def settle(one):
@@ -34,9 +36,11 @@ def test_any_combination(data):
     settle(example(functools.partial(draw, data)))
 
 
+@pytest.mark.parametrize("transform", TRANSFORMED)
+@settings(max_examples=SHARE)
 @given(st.data())
-def test_any_combination_transformed(data):
-    settle(example(functools.partial(draw, data), TRANSFORMED))
+def test_any_combination_transformed(transform, data):
+    settle(example(functools.partial(draw, data), (transform,)))
 
 
 def draw(data, options):
