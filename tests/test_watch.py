@@ -300,6 +300,7 @@ def test_a_command_that_is_looked_into_cannot_look_into_another(monkeypatch, cap
 
 
 def test_the_page_draws_every_layer_that_was_ever_measured(tmp_path):
+    pytest.importorskip("matplotlib")
     one, two = (dict.fromkeys(PANELS, heads) for heads in ([math.nan, 3.0], [2.0, 4.0]))
     records = [{"step": 1, "layers": {"first": one, "second": two}}, {"step": 2, "layers": {"second": two}}]
     (tmp_path / RECORD).write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -122,6 +122,26 @@ def another_factor_on_queries_that_alone_are_normed(m, q, k, v):
     return ((F.normalize(q, dim=-1) * 7) @ k.mT).softmax(-1) @ v
 
 
+def capped(m, q, k, v):
+    logits = torch.einsum("bhid,bhjd->bhij", q, k / k.norm(dim=-1, keepdim=True)) + m.bias
+    p = (2 * (logits / 2).tanh()).exp()
+    return p / p.sum(-1, keepdim=True) @ v
+
+
+@right(capped)
+def capped_by_tanh(m, q, k, v):
+    logits = (q * D**-0.5) @ k.mT + m.bias
+    return (torch.tanh(logits / 2) * 2).softmax(-1) @ v
+
+
+@right(capped)
+def capped_in_place(m, q, k, v):
+    logits = q @ k.mT
+    logits /= math.sqrt(D)
+    logits += m.bias
+    return (logits.div_(2).tanh_() * 2).softmax(-1) @ v
+
+
 @right(lambda m, q, k, v: quest(q, k, v, m.bias))
 def baddbmm_with_alpha(m, q, k, v):
     bias = m.bias.expand(B, H, N, N).reshape(-1, N, N)
@@ -664,7 +684,12 @@ WRONG: dict[str, tuple[str, Spelling]] = {
         "a learned factor",
         lambda m, q, k, v: (q @ k.mT * D**-0.5 * m.temperature).softmax(-1) @ v,
     ),
-    "soft cap": ("tanh", lambda m, q, k, v: (30 * torch.tanh(q @ k.mT * D**-0.5 / 30)).softmax(-1) @ v),
+    "a cap on another scale": ("tanh caps", lambda m, q, k, v: (10 * (q @ k.mT * D**-0.5).tanh()).softmax(-1) @ v),
+    "a cap twice": ("tanh", lambda m, q, k, v: (q @ k.mT * D**-0.5).tanh().tanh().softmax(-1) @ v),
+    "a cap on one of two": (
+        "a sum of its multiples",
+        lambda m, q, k, v: ((x := q @ k.mT * D**-0.5 / 2) + x.tanh()).softmax(-1) @ v,
+    ),
     "near bounds": ("clamp", lambda m, q, k, v: (q @ k.mT * D**-0.5).clamp(-5, 5).softmax(-1) @ v),
     "talking heads": ("talking heads", lambda m, q, k, v: mixed(m, q, k).softmax(-1) @ v),
     "talking heads by convolution": (
@@ -1333,6 +1358,25 @@ def test_a_monitor_sees_the_logits_of_the_host(name, attention):
     with quest_core.Monitor(plain) as monitor:
         assert torch.equal(plain(x), out)
         assert [*monitor.collect().values()] == wanted
+
+
+def test_capped_logits_are_measured_and_their_queries_not_clipped():
+    model, x = injected("capped_by_tanh", "standard")
+    tops = []
+
+    def by_hand(m, q, k, v):
+        logits = 2 * ((q @ k.mT * D**-0.5 + m.bias) / 2).tanh()
+        tops.append(pytest.approx(logits.amax((0, 2, 3)).tolist()))
+        return logits.softmax(-1) @ v
+
+    computing(by_hand, model)(x)
+    with quest_core.Monitor(model) as monitor:
+        model(x)
+        assert [seen["max_logit"] for seen in monitor.collect().values()] == tops
+    clip = quest_core.QKClip(model.train(), 1e-3)
+    model(x)
+    with pytest.raises(UnsupportedError, match="the host changes them before the softmax"):
+        clip.step()
 
 
 @pytest.mark.needs_torch("2.6", "torch.compile of function modes")

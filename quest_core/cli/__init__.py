@@ -80,7 +80,9 @@ def parsers(points: Mapping[str, EntryPoint]) -> tuple[argparse.ArgumentParser, 
     test = add(
         "check",
         "explain an attention, or test a mechanism",
-        lambda given: mechanisms.explain(given.attention) if given.mechanism is None else mechanisms.check(given.mechanism),
+        lambda given: (
+            mechanisms.explain(given.attention) if given.mechanism is None else mechanisms.check(given.mechanism)
+        ),
     )
     what = test.add_mutually_exclusive_group(required=True)
     what.add_argument("attention", nargs="?", help="a name, name(key=value) or JSON, as in a framework's config")

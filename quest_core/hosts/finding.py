@@ -108,7 +108,7 @@ class _Judge:
         softmaxes, start = list[SoftmaxOf](), frame.products[0].number
         for softmax in frame.softmaxes:
             terms = sorted(
-                (flow.origin.number - start, flow.factor)
+                (flow.origin.number - start, flow.factor, flow.capped)
                 for flow in softmax.terms
                 if flow.origin.number >= 0 and (flow.origin in roles or not flow.origin.is_activation)
             )
@@ -200,6 +200,10 @@ class _Judge:
             if UNSEEN in (q.odd, k.odd):
                 raise UnsupportedError(f"{UNSEEN} made its queries or keys, and no factor makes the scale 1/√D")
             raise UnsupportedError("a factor on its queries or keys is followed by more than moves")
+        if flow.capped and not _make_scale(head_dim, *factors):
+            raise UnsupportedError(
+                "tanh caps its logits, and the factors before and after it do not make the scale 1/√D"
+            )
         batch = {*letters[2]} - over
         split = [s for s in letters[query] if s in batch and s in (q.features or ())]
         undone = (1.0, *factors[1:]) if _keeps_factor(q, k, factors, head_dim) else factors
@@ -255,7 +259,7 @@ def _period(products: list[Product | None], softmaxes: list[SoftmaxOf]) -> int:
         if len(products) % count or len(softmaxes) % count:
             continue
         n, m = len(products) // count, len(softmaxes) // count
-        first = [tuple((place - i // m * n, factor) for place, factor in x.terms) for i, x in enumerate(softmaxes)]
+        first = [tuple((place - i // m * n, *how) for place, *how in x.terms) for i, x in enumerate(softmaxes)]
         if products == products[:n] * count and first == first[:m] * count:
             return count
     return 1

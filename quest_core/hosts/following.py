@@ -11,7 +11,7 @@ Attention that a module writes out is product → scale, bias, mask → softmax 
     p = s.softmax(-1)               p: softmax                       of a product of factor 2: a scale of 1/8 · 2
     o = p @ v                       o: plain                         the weights were applied
 
-With ``s.tanh()`` before the softmax the flow of s would be *odd*, by "tanh", and the module refused.
+With ``s.exp()`` before the softmax the flow of s would be *odd*, by "exp", and the module refused.
 
 The search of an example (search.py) also keeps the *place* that each entry has in its origin, and so knows which axis
 holds features, keys or heads, however they were moved (`Flow.along`):
@@ -112,6 +112,7 @@ class Flow(NamedTuple):
     places: Tensor | None = None  # 1 + the place of each entry in the origin, 0 for one from elsewhere; None: unknown
     frames: tuple[Any, ...] = ()  # the modules that were running when it was last multiplied by a number
     shifted: bool = False  # the largest logit of each row, or the like, was subtracted
+    capped: bool = False  # logits went through a tanh, between two parts of the factor
     gate: float = 1.0  # the part of the factor in tensors of one entry, which may be gates in a batch of one
 
     def marked(self, why: str | None) -> Flow:
@@ -463,7 +464,8 @@ def _merge(flows: list[Flow]) -> Flows:
         key = ACTIVATION if flow.origin.is_activation else flow.origin
         first = found.setdefault(key, flow)
         if key is not ACTIVATION:
-            odd = first.odd or flow.odd or (MULTIPLES if first.factor != flow.factor else None)
+            same = (first.factor, first.capped) == (flow.factor, flow.capped)
+            odd = first.odd or flow.odd or (None if same else MULTIPLES)
             found[key] = first._replace(odd=odd)
         elif not _same(first.factor, flow.factor):
             found[key] = first.partial()
@@ -475,6 +477,8 @@ def _unknown(flow: Flow, name: str) -> Flow:
     """Return a flow through a function that is not known: activations go on, logits and factors are lost."""
     if flow.origin.kind in ("plain", "parameter") and flow.factor == 1 and name not in NORMS:
         return flow
+    if name == "tanh" and flow.origin.is_logits and not flow.capped:
+        return flow._replace(capped=True)
     if name in BY_HAND and flow.origin.kind == "product" and flow.origin.number < 0:  # its `odd` only names the product
         return flow._replace(odd=name)
     return flow.marked(name)

@@ -104,7 +104,8 @@ class Product:
 class SoftmaxOf(NamedTuple):
     """A softmax in a module's forward."""
 
-    terms: tuple[tuple[int, float], ...]  # places in `Written.products` of those in its logits, and their factors
+    # For each product in its logits: the place in `Written.products`, the factor, and whether a tanh caps it.
+    terms: tuple[tuple[int, float, bool], ...]
     dim: int  # its axis, counted from the last, -1
 
 
@@ -281,7 +282,7 @@ class _Preparing(Comparing):
                 self.refuse("takes a softmax of more than its product")
             planes = _Planes(logits, formed.product, self.known.layout, formed.shape)
         if mechanism.monitor is not None and not is_compiling():
-            self._show(formed, logits, planes, dim)
+            self._show(formed, logits, planes, known)
         if mechanism.fused:
             return func(*args, **kwargs)
         assert planes is not None
@@ -298,37 +299,39 @@ class _Preparing(Comparing):
         """Raise UnsupportedError if a softmax is another one than in the example."""
         if known.terms and dim != known.dim:
             self.refuse(f"takes a softmax over axis {dim}, and in the example over {known.dim}")
-        flows = [(f.origin.number, f.factor, f.odd) for f in self.flows(logits) if f.origin.kind == "product"]
+        flows = [(f.origin.number, f.factor, f.capped, f.odd) for f in self.flows(logits) if f.origin.kind == "product"]
         flows.sort(key=lambda flow: flow[:2])
-        products = [self.known.products[place] for place, _ in known.terms]
+        products = [self.known.products[place] for place, *_ in known.terms]
         attends = any(product is not None and product.query is not None for product in products)
         if attends and (odd := [odd for *_, odd in flows if odd]):
             self.refuse(f"takes its logits through {odd[0]} before the softmax")
         same = [
-            a[0] == b[0] and same_factor(a[1], b[1], rounded=self.rounded)
+            a[0] == b[0] and same_factor(a[1], b[1], rounded=self.rounded) and a[2] == b[2]
             for a, b in zip(flows, known.terms, strict=False)
         ]
         if len(flows) != len(known.terms) or not all(same):
-            found = tuple(flow[:2] for flow in flows)
-            self.refuse(f"takes a softmax of the products and factors {found}, and in the example of {known.terms}")
+            found = tuple(flow[:3] for flow in flows)
+            self.refuse(
+                f"takes a softmax of the products, factors and caps {found}, and in the example of {known.terms}"
+            )
 
     def _take(self, known: SoftmaxOf, rounds: int) -> _Formed | None:
         """Return the product of q and k under a softmax, after some whole `rounds`; None for other softmaxes."""
         start = rounds * len(self.known.products)
-        for place, _ in known.terms:
+        for place, *_ in known.terms:
             if start + place in self.formed:
                 return self.formed.pop(start + place)
         return None
 
-    def _show(self, formed: _Formed, logits: Tensor, planes: _Planes | None, dim: int) -> None:
-        """Hand q, k and the logits of a softmax over `dim` to the Monitor."""
+    def _show(self, formed: _Formed, logits: Tensor, planes: _Planes | None, known: SoftmaxOf) -> None:
+        """Hand q, k and the logits of a softmax to the Monitor."""
         if self.known.shifted:
             for layer in self.mechanism.monitor:
                 layer.miss(f"'{self.known.path}' subtracts a number from the logits of each row before the softmax")
             return
         q, k = without_factors((formed.q, formed.k), formed.product.undone)
         if planes is None:
-            logits = logits.movedim(dim, -1)
+            logits = logits.movedim(known.dim, -1)
             q, k, z = (x.reshape(1, 1, -1, x.shape[-1]) for x in (q, k, logits))
         else:
             z = planes.of(logits)
@@ -336,6 +339,7 @@ class _Preparing(Comparing):
                 count = len(formed.product.axes.batch)
                 q, k = (x.reshape(math.prod(x.shape[:count]), 1, -1, x.shape[-1]) for x in (q, k))
         for layer in self.mechanism.monitor:
+            layer.capped |= any(capped for *_, capped in known.terms)
             layer.saw_logits(q, k, z, None if planes is None else z > HIDDEN)
 
 
