@@ -127,7 +127,7 @@ class Normalizer(Component):
             mask = merge_causal(mask, q.shape[2], k.shape[2], q.device) if is_causal else mask
             scores = logits(q, k, scale, grouped, residual)
             scores = scores if change is None else change(scores)
-            weights = self.weights(scores, mask) if size(scores, -1) else scores  # of no keys
+            weights = self.weights(scores, mask) if size(scores, -1) > 0 else scores  # of no keys
             weights = drop(weights if perturb is None else perturb(weights, k.shape[1], mask), dropout_p)
             out = apply_weights(weights, v, grouped)
             if not need_weights:
