@@ -465,13 +465,29 @@ def require(adapter: Adapter, site: Site, config: AttentionConfig) -> None:
             f"'{site.path}' ({type(site.module).__name__}) has no weights yet, because it takes their sizes from its "
             "first batch; run the model once before, or say example=batch"
         )
-    why = adapter.refusal(site, config)
+
+    def refuses(config: AttentionConfig) -> str | None:
+        return adapter.refusal(site, config) or _refuses_ranks(site.module, config)
+
+    why = refuses(config)
     if why is None:
         return
     known = dict.fromkeys(str(AttentionConfig.parse(name)) for name in list_mechanisms())  # softmax is "standard"
-    able = [name for name in known if adapter.refusal(site, AttentionConfig.parse(name)) is None]
+    able = [name for name in known if refuses(AttentionConfig.parse(name)) is None]
     where = f" at '{site.path}'" if site.path else ""
     raise UnsupportedError(
         f"attention '{config}' cannot be used in {type(site.module).__name__}{where} of {adapter.name}: {why}"
         + (f". Possible here: {', '.join(able)}" if able else "")
     )
+
+
+def _refuses_ranks(module: nn.Module, config: AttentionConfig) -> str | None:
+    """Return why a mechanism cannot serve a module whose heads tensor parallelism has divided among ranks, or None."""
+    if any(hasattr(p, "placements") for p in module.parameters()):  # DTensor
+        for part in config.components:
+            if part.learnable or part.stateful or "heads" in part.reads:
+                return (
+                    f"its weights are divided among ranks (DTensor), and '{part.name}' learns or reads what belongs to "
+                    "all heads, of which each rank has only its own"
+                )
+    return None

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from models import build, inputs
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torchao import quantization
 
 import quest_core
@@ -324,3 +325,22 @@ def test_weights_that_torchao_quantized_are_not_changed(name):
     assert model(**arguments).logits.equal(want)
     quest_core.inject(model, "standard")
     torch.testing.assert_close(model(**arguments).logits, want)
+
+
+def test_heads_that_tensor_parallelism_has_divided_take_what_needs_no_others(tmp_path):
+    """A scale that all heads share would get another gradient on each rank, and ALiBi the slopes of other heads."""
+    arguments, plan = inputs("llama"), {"q_proj": ColwiseParallel(), "k_proj": ColwiseParallel()}
+    model = build("llama").eval()
+    want = copy.deepcopy(model)
+    want.set_attn_implementation("quest")
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        for layer in model.model.layers:
+            parallelize_module(layer.self_attn, distributed.init_device_mesh("cpu", (1,)), plan)
+        for attention in ("qknorm-ds", "qknorm", "quest+dgqa(kv_heads=2)"):
+            with pytest.raises(quest_core.UnsupportedError, match="divided among ranks"):
+                model.set_attn_implementation(attention)
+        model.set_attn_implementation("quest")
+        torch.testing.assert_close(model(**arguments).logits, want(**arguments).logits)
+    finally:
+        distributed.destroy_process_group()
