@@ -68,6 +68,17 @@ def test_compiles_with_gradients(name):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_a_compiled_model_follows_a_change_of_its_attention(name):
+    model, arguments = build(name).eval(), inputs(name)
+    compiled = torch.compile(model, backend="eager")
+    compiled(**arguments)
+    for change in (lambda: model.set_attn_implementation("quest"), lambda: quest_core.uninject(model)):
+        change()
+        torch.testing.assert_close(compiled(**arguments).logits, model(**arguments).logits)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_weights_are_returned_on_request(name):
     model, host = build(name, attention="standard").eval(), build(name, attn_implementation="eager").eval()

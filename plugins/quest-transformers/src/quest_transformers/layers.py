@@ -207,9 +207,9 @@ def attend(
     Returns:
         The output [B, N, H, Dv], and the weights [B, H, N, M] or None.
     """
-    rules: Rules | None = module.__dict__.get("rules") if isinstance(module, nn.Module) else None
-    if rules is None:
+    if not hasattr(module, "rules"):  # torch.compile guards this, and no look-up in a __dict__
         return function(module, query, key, value, attention_mask, *arguments, **options)  # type: ignore[no-any-return]
+    rules: Rules = module.rules
     mechanism: Mechanism = module.mechanism
     step = options.pop(STEP, None)
     unit_keys = step is not None and step.keys is key
