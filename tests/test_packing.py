@@ -141,6 +141,15 @@ def test_a_plan_is_made_once_and_reused(monkeypatch):
     torch.testing.assert_close(out, want, rtol=1e-10, atol=1e-11)
 
 
+def test_a_plan_that_an_evaluation_used_first_trains():
+    plan = PackingPlan(cumulative(MIXED))
+    q, k, v = tokens(MIXED)
+    with torch.inference_mode():
+        attention_packed(q, k, v, cu_seqlens=plan)
+    attention_packed(q, k, v, cu_seqlens=plan).sum().backward()
+    assert q.grad.isfinite().all()
+
+
 def test_padding_of_one_sequence_cannot_hurt_another():
     """NaN in one sequence stays there, though rows of a bucket share a batch."""
     q, k, v = (x.detach() for x in tokens([20, 30, 25]))

@@ -92,7 +92,8 @@ class PackingPlan:
     def layout(self, waste: float, device: torch.device) -> _Layout:
         """Return the buckets on `device`; their padded area is at most `waste` times the real area."""
         if (waste, device) not in self._layouts:
-            self._layouts[waste, device] = _lay_out(self.lengths, waste, device)
+            with torch.inference_mode(False):  # because a training step may use them after an evaluation
+                self._layouts[waste, device] = _lay_out(self.lengths, waste, device)
         return self._layouts[waste, device]
 
 

@@ -74,6 +74,15 @@ def test_the_rule_is_applied_again_to_other_padding():
     assert attention.ragged_plan(torch.ones(3, 20, dtype=torch.bool), 2, always=True) is None
 
 
+def test_a_batch_of_an_evaluation_is_trained_on():
+    """Lightning evaluates in inference mode, whose tensors cannot be saved for a backward pass."""
+    layers = model("quest")
+    with torch.inference_mode():
+        layers(*inputs(RAGGED))
+    layers(*inputs(RAGGED)).sum().backward()
+    assert not attention._last[2].cu_seqlens.is_inference()
+
+
 def test_standard_keeps_the_hosts_random_numbers_where_it_drops_weights(packed):
     layers = model("standard", dropout=0.5)
     layers(*inputs(RAGGED))

@@ -90,7 +90,8 @@ def ragged_plan(hidden: Tensor, head_dim: int, *, always: bool = False) -> Packi
     nodes, pairs = torch.stack([lengths.sum(), lengths.square().sum()]).tolist()
     plan = None
     if nodes and (always or batch * longest**2 - pairs > 8 * nodes * head_dim):
-        ends = nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))  # [B + 1]
+        with torch.inference_mode(False):  # because a training step may use the plan after an evaluation
+            ends = nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))  # [B + 1]
         plan = PackingPlan(ends, max_seqlen=longest)
     _last = (hidden.clone(), rule, plan)  # a copy, because the caller may write to its mask
     return plan
