@@ -418,7 +418,7 @@ class Adapter(ABC):
         """Return why this host cannot honor `config` at `site`, or None; override it for reasons of the host."""
         kind = self.replacement(site.module)
         why = None if kind is None else kind.refuses(site.module, site.path, config)
-        if kind is not None and any(part.chained for part in config.components):
+        if kind is not None and any(part.chained or not part.compares for part in config.components):
             features, of_values = site.head_dim, kind.sizes(site.module).get("value_dim") or site.head_dim
             if features != of_values:
                 why = f"it weighs features of queries ({features}) by those of values, of which there are {of_values}"

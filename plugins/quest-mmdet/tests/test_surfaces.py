@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from conftest import DAB, DETR, LAPTOP, MIM, SIDE, samples, small, without_dropout
+from conftest import DAB, DETR, LAPTOP, MIM, SIDE, read, samples, small, without_dropout
 from mmdet.apis import init_detector
 from mmdet.registry import MODELS
 from mmengine.config import Config
@@ -124,6 +124,14 @@ def test_values_narrower_than_queries_refuse_elliptical():
     """In cross-attention of DAB-DETR a query has positions next to its contents."""
     with pytest.raises(UnsupportedError, match=r"cross_attn' of mmdet: it weighs features of queries .64. .* 32"):
         MODELS.build(small(DAB, type="quest_mmdet.DABDETR", attention="elliptical"))
+
+
+def test_what_would_fail_in_the_first_step_is_refused():
+    with pytest.raises(UnsupportedError, match=r"cross_attn' of mmdet: it weighs features of queries .64. .* 32"):
+        MODELS.build(small(DAB, type="quest_mmdet.DABDETR", attention="aft-simple"))
+    dino = read(MIM / "dino" / "dino-4scale_r50_8xb2-12e_coco.py")
+    with pytest.raises(UnsupportedError, match="'linear' cannot be used in DINO: its denoising queries are hidden"):
+        MODELS.build({**dino, "type": "quest_mmdet.DINO", "attention": "linear"})
 
 
 def test_queries_of_several_projections_have_no_start():

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from mmdet.models import detectors
 from torch import nn
 
+from quest_core.errors import UnsupportedError
 from quest_mmengine.adapter import MmengineAdapter
 from quest_mmengine.layers import MultiheadAttention
 
@@ -34,3 +35,15 @@ class MmdetAdapter(MmengineAdapter):
     package, types, models = "quest_mmdet", TYPES, MODELS
     leaves_alone: ClassVar = {"MultiScaleDeformableAttention": "deformable attention, no q·k"}
     replacements = REPLACEMENTS
+
+    def connect(self, model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
+        """Keep the attention in `init_weights`; refuse families in DINO, which masks its queries in training."""
+        for detector in model.modules():
+            for layer in detector.decoder.layers if hasattr(detector, "dn_query_generator") else ():
+                config = drafts[layer.self_attn].attn.config if layer.self_attn in drafts else None
+                if config is not None and config.family:
+                    raise UnsupportedError(
+                        f"attention '{config}' cannot be used in {type(detector).__name__}: its denoising queries are "
+                        f"hidden from the others in training, and '{config}' has no weights that a mask could act on"
+                    )
+        super().connect(model, drafts)
