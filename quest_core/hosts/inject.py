@@ -158,7 +158,8 @@ class Request:
             if near and name not in KEYS:
                 raise ConfigError(f"{where} has no option {name!r}; did you mean {near[0]!r}?")
         given = map(options.get, KEYS)
-        attention, trained, partial = (None if x == "None" else x for x in given)  # the text is of a command line
+        # The texts are of command lines, and of yaml, where "None" and "none" are texts.
+        attention, trained, partial = (None if x in ("None", "none") else x for x in given)
         if attention is None:
             if lone := [key for key in KEYS[1:] if options.get(key)]:
                 raise ConfigError(

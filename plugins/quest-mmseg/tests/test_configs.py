@@ -193,6 +193,7 @@ OWN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {}, NO),
     ({"attention": None}, {}, NO),
     ({"attention": "None"}, {}, NO),
+    ({"attention": "none"}, {}, NO),
     ({"atention": "quest"}, {}, "has no option 'atention'; did you mean 'attention'?"),
     ({"attention": "quest+gqa(kv_heads=3)"}, {}, "kv_heads is 3, which does not divide the 4 heads"),
     ({"attention": "aft-conv(dims=1)"}, {}, "dims is 1, and patches have 2 axes"),
@@ -224,6 +225,16 @@ OWN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     ({"attention": "standard"}, {"attention": "quest"}, "top level"),
     ({"attention": "quest"}, {"attention": "quset"}, "did you mean 'quest'"),
+    (
+        {"type": "EncoderDecoder"},
+        {"backbone": {"attention": "quest"}},  # of a command line
+        "backbone.attention is 'quest', which nothing reads; write model.attention='quest', or model.backbone.attention",
+    ),
+    (
+        {"attention": "quest", "backbone": {"attention": "qnorm"}},
+        {},
+        "write model.backbone.type='quest_mmseg.VisionTransformer' too (--cfg-options model.backbone.type=",
+    ),
 ]
 
 

@@ -187,7 +187,7 @@ class MmengineAdapter(Adapter):
         """Raise ConfigError if a config asks for an attention wrongly, or for one that the model does not have.
 
         A variable of a config file is a key at its top level, which mmengine does not read: ``attention`` there is
-        valid only if the model has that attention.
+        valid only if the model has that attention. ``backbone.attention`` on a command line makes such a key too.
 
         Args:
             config: mmengine's Config of a run or of `init_model`.
@@ -195,9 +195,17 @@ class MmengineAdapter(Adapter):
         """
         given, built = config.get("attention"), set()
         for part in (config.get("model"), model):
-            for _, options, name in cls.our_parts(part, "model"):
+            for _, options, name in [*cls.our_parts(part, "model")]:  # before `read`, whose paths begin at `options`
                 request = cls.read(options, cls.models.get(name))
                 built |= {str(request.attention)} if request else set()
+        parts = config.get("model")
+        for key in parts if isinstance(parts, Mapping) else ():
+            part = config.get(key)
+            if isinstance(part, Mapping) and "type" not in part and part.get("attention") is not None:
+                raise ConfigError(
+                    f"{key}.attention is '{part['attention']}', which nothing reads; write model.attention="
+                    f"'{part['attention']}', or model.{key}.attention for this part, with a type of {cls.package}"
+                )
         if given is None:
             return
         wanted = AttentionConfig.parse(given)
