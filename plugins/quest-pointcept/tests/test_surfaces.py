@@ -298,6 +298,8 @@ HERE = [
     ({"attention": {"name": "quest", "enc": "quest"}}, "keys 'name', 'enc'; write"),
     ({"attention": {"stages": "quest"}}, "an attention for each stage, the finest first"),
     ({"attention": {"stages": ["quest"]}}, "has 1 entries; the model has 2 stages"),
+    ({"attention": "quest(calibrate=8)"}, r"write calibrate into a mapping, attention=dict"),
+    ({"attention": "quest", "calibrate": 8}, r"write calibrate into a mapping, attention=dict"),
     ({"attention": {"name": "quest", "calibrate": "yes"}}, "calibrate is 'yes'; write a number of batches"),
     ({"attention": {"name": "quest", "calibrate": 8}}, "add attention_from='standard'"),
     ({"attention": {"name": "qnorm", "calibrate": 8}, "attention_from": "standard"}, "cannot be calibrated"),

@@ -111,6 +111,8 @@ class Asked:
     def read(cls, options: Mapping[str, Any], where: str, others: Iterable[str] = ()) -> Asked | None:
         """Return what `options` ask for, or None; arguments and errors as of `Request.read`."""
         attention = options.get("attention")
+        if "calibrate" in options or re.search(r"\bcalibrate\s*=", str(attention)):
+            raise ConfigError(f"{where}: write calibrate into a mapping, attention=dict(name='quest', calibrate=8)")
         if not isinstance(attention, Mapping):
             request = Request.read(options, where, others)
             return None if request is None else cls({"": request})
