@@ -226,8 +226,9 @@ def test_checkpoints_resume_and_fine_tune(gps, tmp_path):
     start = (*SHALLOW, "pretrained.dir", str(tmp_path / "run" / "zinc-GPS+RWSE-standard"))
     said, _ = gps(ZINC, *start, name="pretrained attention")
     assert "attention=standard in 2 modules" in said
-    said, _ = gps(ZINC, *start, "gt.attention", "quest", name="tuned")
+    said, found = gps(ZINC, *start, "gt.attention", "quest", "gnn.watch_attention", "1", name="tuned")
     assert "attention=quest in 2 modules" in said
+    assert "attention/max_logit" in found["train"][0]
     log = (tmp_path / "tuned" / "zinc-GPS+RWSE-quest" / "0" / "logging.log").read_text()
     assert "attention=quest in 2 modules" in log
     assert "trained with standard attention and are loaded into attention 'quest'" in log

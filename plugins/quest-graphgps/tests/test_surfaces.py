@@ -176,6 +176,8 @@ WRONG = [
     ("gt.quest.kvheads 2", ConfigError, ONE_TEXT.format("gt.quest.kvheads")),
     ("gt.kv_heads 2", ConfigError, ONE_TEXT.format("gt.kv_heads")),
     ("gt.atention quest", ConfigError, "no key gt.atention; did you mean gt.attention"),
+    ("attention quest", ConfigError, "no key attention; write gt.attention"),
+    ("model.attention quest", ConfigError, "no key model.attention; write gt.attention"),
     ("gnn.attention_form quest", ConfigError, "did you mean gnn.attention_from"),
     ("gt.layer_type GINE+Quest", ConfigError, r"gt.layer_type: GINE\+Transformer and gt.attention: quest"),
     ("gt.attention quest gnn.attention qnorm", ConfigError, "two keys choose the attention"),
@@ -184,6 +186,7 @@ WRONG = [
     ("gt.attention quest model.type SANTransformer", UnsupportedError, "write model.type: GPSModel"),
     ("gt.attention linear", UnsupportedError, "no weights for the attention dropout"),
     ("gt.attention aft-full", UnsupportedError, "dropout, which would have to be 0, and it needs ordered tokens"),
+    ("gt.attention elliptical gt.layers 1", InjectionError, "no layer follows another"),
     ("gt.attention aft-full gt.attn_dropout 0.0", UnsupportedError, "needs ordered.*Possible here: .*aft-simple"),
     ("gt.attention {'name':'quest'}", ValueError, "gt.attention"),
 ]

@@ -21,7 +21,7 @@ from torch import nn
 
 from quest_core.checkpoints import ENTRY
 from quest_core.errors import CheckpointError, ConfigError, InjectionError, UnsupportedError
-from quest_core.hosts.adapter import Adapter, Site, require
+from quest_core.hosts.adapter import Adapter, Site, require, sections
 from quest_core.hosts.inject import KEYS, Request, rehearse
 from quest_core.registry import mechanisms
 
@@ -97,15 +97,21 @@ def forget_keys() -> None:
 
 def _refuse_unknown_keys(stock: Stock, cfg: Any, args: Any) -> Any:
     """load_cfg merges a file and the command line; yacs's errors about keys near ours do not say what to write."""
-    file = yaml.safe_load(Path(args.cfg_file).read_text(encoding="utf-8")) or {}
+    file = yaml.safe_load(Path(args.cfg_file).read_text(encoding="utf-8"))
+    written = [(f"{at}.{key}".lstrip("."), x) for at, part in sections(file) for key, x in part.items()]
     # A mapping ends with a dot, because a command line would go on with a key of it.
-    given = [f"{s}.{key}" + "." * isinstance(x, dict) for s in SECTIONS for key, x in (file.get(s) or {}).items()]
+    given = [path + "." * isinstance(x, dict) for path, x in written]
     for path in (*given, *(args.opts or [])[::2]):
         section, _, rest = str(path).partition(".")
         key, dot, _ = rest.partition(".")
-        if section not in SECTIONS or section not in cfg or (key in cfg[section] and not (dot and key in KEYS)):
-            continue
         path = path.rstrip(".")
+        if section not in SECTIONS or section not in cfg:
+            name, owner = (key, cfg.get(section)) if key else (section, cfg)
+            if name in KEYS and not (isinstance(owner, dict) and name in owner):
+                raise ConfigError(f"the config has no key {path}; write {'gt' if 'gt' in cfg else 'gnn'}.{name}")
+            continue
+        if key in cfg[section] and not (dot and key in KEYS):
+            continue
         near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.8)
         if near and key not in KEYS:
             raise ConfigError(f"the config has no key {path}; did you mean {section}.{near[0]}?")
@@ -184,7 +190,7 @@ def _check_when_merged(adapter: Adapter, stock: Stock, cfg: Any) -> None:
         site = Site("", attn, attn.num_heads, attn.head_dim, needs, fresh=True)
         require(adapter, site, asked.attention)
         adapter.replace(site, asked.attention)
-    elif (asked or watched) and not (cfg.get("pretrained") or {}).get("dir"):  # whose config will name another network
+    if (asked or watched) and not (cfg.get("pretrained") or {}).get("dir"):  # whose config will name another network
         _rehearse(asked, cfg)
     if asked and "name_tag" in cfg:  # of GraphGPS, whose main names the folder by it
         tag = _tag(asked)
@@ -239,6 +245,7 @@ def _keep_own_attention(stock: Stock, cfg: Any) -> Any:
     """load_pretrained_model_cfg copies the pretrained run's whole nodes over the user's, who may have named another."""
     keys = KEYS if read_request(cfg) else ("attention_from",)  # which belongs to this run in any case
     own = {section: {key: cfg[section][key] for key in keys} for section in SECTIONS}
+    own["gnn"] |= {key: cfg.gnn[key] for key in watching.KEYS}
     cfg = stock(cfg)
     for section, values in own.items():
         cfg[section].update(values)
