@@ -228,7 +228,7 @@ OWN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"type": "EncoderDecoder"},
         {"backbone": {"attention": "quest"}},  # of a command line
-        "backbone.attention is 'quest', which nothing reads; write model.attention='quest', or model.backbone.attention",
+        "backbone.attention is 'quest', which nothing reads; write model.attention='quest', or model.backbone.att",
     ),
     (
         {"attention": "quest", "backbone": {"attention": "qnorm"}},
