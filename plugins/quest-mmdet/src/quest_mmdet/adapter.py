@@ -38,7 +38,8 @@ class MmdetAdapter(MmengineAdapter):
 
     def connect(self, model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
         """Keep the attention in `init_weights`; refuse families in DINO, which masks its queries in training."""
-        for detector in model.modules():
+        detectors: list[Any] = [*model.modules()]
+        for detector in detectors:
             for layer in detector.decoder.layers if hasattr(detector, "dn_query_generator") else ():
                 config = drafts[layer.self_attn].attn.config if layer.self_attn in drafts else None
                 if config is not None and config.family:
