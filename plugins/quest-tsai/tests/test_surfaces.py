@@ -135,6 +135,13 @@ def test_plain_class_and_report(capsys):
     assert "; kernel=written out" in lines[0]  # because scores are passed from layer to layer
 
 
+def test_a_learner_is_summarized_as_with_tsais_attention(problem, tmp_path):
+    """fastai hooks every module that has no children, and a score also returns a number."""
+    learners = [classifier(problem, tmp_path, attention) for attention in (None, "quest")]
+    stock, own = ([line for line in learn.summary().splitlines() if "params:" in line] for learn in learners)
+    assert own == stock != []
+
+
 def test_without_the_key_nothing_changes(capsys):
     model = TSTPlus(3, 5, 12, **SIZES)
     assert not any(isinstance(m, Replacement) for m in model.modules())

@@ -22,7 +22,7 @@ from .layers import (
     Replacement,
     TabularAttention,
 )
-from .surfaces import build_with_attention, check_early, init_again, transfer
+from .surfaces import build_with_attention, check_early, init_again, leave_out_scores, transfer
 
 REPLACEMENTS: dict[str, type[Replacement]] = {
     "tsai.models.layers.MultiheadAttention": MultiheadAttention,
@@ -55,6 +55,7 @@ class TsaiAdapter(Adapter):
 
     def change_host(self) -> None:
         """Make tsai's architectures accept `attention=` or refuse it by name, and functions for weights honor it."""
+        from fastai.callback import hook
         from tsai import learner, tslearner
         from tsai.models import utils
 
@@ -72,3 +73,4 @@ class TsaiAdapter(Adapter):
         self.patches.around(learner, "ts_learner", check_early, everywhere=True)
         self.patches.around(utils, "transfer_weights", transfer, everywhere=True)
         self.patches.around(utils, "apply_init", init_again, everywhere=True)
+        self.patches.around(hook, "flatten_model", leave_out_scores)

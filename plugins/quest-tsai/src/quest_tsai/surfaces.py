@@ -18,6 +18,7 @@ from quest_core.hosts.adapter import Adapter
 from quest_core.hosts.inject import KEYS, Request
 from quest_core.hosts.torch import TorchAdapter
 from quest_core.mechanism import has_mechanism
+from quest_core.mechanisms import Score
 from quest_core.projections import Projected, init_norms
 
 ARCHITECTURES = (
@@ -108,6 +109,11 @@ def init_again(stock: Callable[..., None], model: nn.Module, *arguments: Any, **
     """Run `apply_init`, which draws projections again, and set the initial norms that the attention asks for."""
     stock(model, *arguments, **options)
     init_norms(model)
+
+
+def leave_out_scores(stock: Callable[..., list[nn.Module]], model: nn.Module) -> list[nn.Module]:
+    """Return the modules that fastai hooks, without scores: `learn.summary` reads a shape of all that they return."""
+    return [module for module in stock(model) if not isinstance(module, Score)]
 
 
 def transfer(
