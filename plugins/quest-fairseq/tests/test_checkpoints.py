@@ -158,6 +158,19 @@ def test_an_average_is_the_mean_of_one_runs_weights(tools, lm_data, tmp_path):
         averaging.newest(tmp_path / "quest", 9)
 
 
+def test_checkpoints_that_cannot_be_averaged_are_an_error_of_the_command(tmp_path, capsys):
+    (tmp_path / "torn.pt").write_bytes(b"PK\3\4")
+    for given, said in (
+        (["--inputs", tmp_path, "--num-epoch-checkpoints", "2"], "expected 2 checkpoints of epochs"),
+        (["--inputs", tmp_path / "lost.pt"], "No such file"),
+        (["--inputs", tmp_path / "torn.pt"], "zip archive"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            averaging.main(["average", *map(str, given), "--output", f"{tmp_path}/mean.pt"])
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "mean.pt").exists()
+
+
 def test_layers_that_are_pruned_keep_their_attention(tools, lm_data, quest):
     """LayerDrop: fairseq renames the keys of the layers that are kept."""
     kept = "'decoder_layers_to_keep': '1'"

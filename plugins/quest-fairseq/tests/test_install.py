@@ -82,6 +82,8 @@ WRONG = {
     "quest_wav2vec2 --attention elliptical --encoder-layerdrop 0.1": "encoder_layerdrop",
     "quest_s2t_transformer_s --attention qwest": "did you mean 'quest'",
     "quest_transformer_xl --attention qwest": "did you mean 'quest'",
+    "quest_transformer_lm --watch-attention -1": "--watch-attention is -1; expected a positive number, or 0",
+    "quest_transformer_lm --qk-clip -2.5": "--qk-clip is -2.5; expected",
     "transformer_lm --attention quest": None,
     "quest_transformer_lm --atention quest": None,
     "quest_transfomer_lm --attention quest": None,

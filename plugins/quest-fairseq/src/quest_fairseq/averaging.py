@@ -71,9 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     paths = given.inputs
     if (given.num_epoch_checkpoints is None) == (len(paths) == 1 and paths[0].is_dir()):
         command.error("give --inputs files, or --inputs FOLDER --num-epoch-checkpoints N")
-    if given.num_epoch_checkpoints is not None:
-        if given.num_epoch_checkpoints < 1:
-            command.error(f"expected --num-epoch-checkpoints of at least 1, found {given.num_epoch_checkpoints}")
-        paths = newest(paths[0], given.num_epoch_checkpoints)
-    torch.save(average(paths), given.output)
+    if given.num_epoch_checkpoints is not None and given.num_epoch_checkpoints < 1:
+        command.error(f"expected --num-epoch-checkpoints of at least 1, found {given.num_epoch_checkpoints}")
+    try:
+        if given.num_epoch_checkpoints is not None:
+            paths = newest(paths[0], given.num_epoch_checkpoints)
+        torch.save(average(paths), given.output)
+    except (CheckpointError, OSError, RuntimeError) as error:  # PyTorch's for a torn file is a RuntimeError
+        command.error(str(error))
     print(f"{given.output}: mean of {', '.join(str(path) for path in paths)}")

@@ -69,9 +69,12 @@ def read(options: Any) -> Asked:
 
     Raises:
         ConfigError: unknown mechanism or option, one that compares layers where LayerDrop leaves some out, key/value
-            heads that do not fit, or an option of a part that the model does not have.
+            heads that do not fit, an option of a part that the model does not have, or a negative number.
         UnsupportedError: a part of the model cannot have it.
     """
+    for name in ("watch_attention", "qk_clip"):
+        if (value := getattr(options, name, 0)) < 0:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; expected a positive number, or 0 to turn it off")
     names = ("max_source_positions", "max_target_positions", "max_positions")
     lengths = [x for x in (getattr(options, name, None) for name in names) if isinstance(x, int)]
     positions = max(lengths, default=0) or getattr(options, "tokens_per_sample", 1024)
