@@ -89,6 +89,22 @@ def test_the_log_of_the_trainer_is_read(repo, tmp_path):
     assert given == {"save_path": str(tmp_path / "work/exp"), "batch_size": "2"}
 
 
+@pytest.mark.parametrize("loss", ["nan", "inf"])
+def test_a_loss_that_is_not_finite_ends_the_series(loss, tmp_path):
+    """quest bench counts such a cell as diverged."""
+    lines = [
+        line
+        for epoch, found in ((1, "2.4000"), (2, loss))
+        for line in (
+            f"Train: [{epoch}/2][1/1] loss: {found}",
+            f"Train result: loss: {found} ",
+            "[..] Val result: mIoU/mAcc/allAcc 0.1/0.2/0.3.",
+        )
+    ]
+    (tmp_path / "train.log").write_text("\n".join(lines))
+    assert str(read_log(tmp_path / "train.log").series["train_loss"]) == f"[2.4, {loss}]"
+
+
 def test_a_killed_cell_continues_at_the_checkpoint_of_pointcept(repo, tmp_path):
     run_own(cell(repo, tmp_path), lambda *_: None)
     checkpoint = tmp_path / "work/exp/model/model_last.pth"

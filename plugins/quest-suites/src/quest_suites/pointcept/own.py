@@ -100,7 +100,7 @@ def read_log(path: Path) -> Result:
     for line in text.splitlines():
         if match := re.search(r"Train: \[(\d+)/", line):
             epoch, done = int(match[1]), False
-        elif match := re.search(r"Train result: loss: ([\d.]+|nan)", line):
+        elif match := re.search(r"Train result: loss: ([\d.]+|nan|inf)", line):
             losses[epoch] = float(match[1])
         elif match := re.search(r"\] (attention=.+ in \d+ module.*)", line):
             report = match[1]
