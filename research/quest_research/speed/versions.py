@@ -141,19 +141,19 @@ def function(attention: str, shape: tuple[int, int, int, int], backward: bool) -
 
 
 def decode(attention: str, shape: tuple[int, int, int, int], backward: bool) -> Call:
-    """Return a step that decodes one token after the N in a cache, and takes it back."""
+    """Return a call that fills a cache with N tokens and decodes 32 more, one by one."""
     batch, heads, n, dim = shape
     layer = quest_core.Attention(heads * dim, heads, attention).eval()
     filled, one = torch.randn(batch, n, heads * dim), torch.randn(batch, 1, heads * dim)
 
-    def steps() -> None:
+    def step() -> None:
         with torch.no_grad():
             cache = quest_core.Cache()
             layer(filled, is_causal=True, cache=cache)
             for _ in range(32):
                 layer(one, is_causal=True, cache=cache)
 
-    return steps
+    return step
 
 
 def training(attention: str, shape: tuple[int, int, int, int], backward: bool) -> Call:
