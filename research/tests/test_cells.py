@@ -10,6 +10,7 @@ from devtools.cells import check_resume
 from quest_core.errors import ConfigError, InputError
 
 SMALL: dict[str, dict[str, Any]] = {
+    "toy/spurious": {"samples": 64, "test_samples": 64, "epochs": 2, "weight_seeds": 1},
     "images/fashion-mnist": {"train": 200, "validation": 100, "epochs": 2, "layers": 1},
     "stability/rates": {
         "train": 96, "validation": 32, "test": 64, "epochs": 2, "layers": 1, "width": 16, "rates": 2,
@@ -30,6 +31,7 @@ SMALL: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("suite", "task", "attention", "share"),
     [
+        ("toy/spurious", "retrieval", "qknorm-hs", 0.5),
         ("images/fashion-mnist", "lr=0.003", "quest", 0.5),
         ("stability/rates", "vit", "quest", 0.7),  # the first epoch of the second of two rates
         ("robustness/images", "fog", "quest", 0.4),  # the second training

@@ -5,21 +5,17 @@ import json
 import math
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cells import cell
 
-from devtools.cells import check_resume
 from quest_research.suites import suites, toy
-from quest_suites.contract import Cell
 
 ATTENTIONS = ("standard", "quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm", "qknorm-hs(init=1)")
 BLOCKS = ("prenorm", "printed")
 MODEL = {"seq_len": 14, "embed_std": 0.3}
-DEFAULTS = {option["name"]: option["default"] for option in suites.TOY_OPTIONS}
 
 
 def make_models(attention, seeds, block):
@@ -33,9 +29,9 @@ def make_alone(attention, seed, block):
 
 
 def run_smoke(**changes):
-    cell = Cell("toy/spurious", "retrieval", "quest", 0, True, None, dict(DEFAULTS), Path(tempfile.mkdtemp()))
     fractions = []
-    result = toy.run(dataclasses.replace(cell, **changes), lambda fraction, text: fractions.append(fraction))
+    given = dataclasses.replace(cell("toy/spurious", "retrieval"), **changes)
+    result = toy.run(given, lambda fraction, text: fractions.append(fraction))
     return result, fractions
 
 
@@ -226,8 +222,3 @@ def test_options_need_only_the_standard_library():
     code = f"import runpy, sys; runpy.run_path({suites.__file__!r}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     assert all({"name", "kind", "default", "doc"} <= option.keys() for option in suites.TOY_OPTIONS)
-
-
-def test_a_stopped_cell_continues_at_its_last_epoch(tmp_path):
-    cell = Cell("toy/spurious", "retrieval", "qknorm-hs", 0, True, None, dict(DEFAULTS), tmp_path)
-    check_resume(toy.run, cell, tmp_path, share=0.5)
