@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from quest_core.mechanism import Mechanism
-from quest_research.suites.stability import LanguageModel
+from quest_research.suites.language import LanguageModel, token_loss
 from quest_research.suites.suites import WIDTHS_OPTIONS
-from quest_research.suites.training import fit, token_loss
+from quest_research.suites.training import fit
 from quest_research.suites.widths import texts
 from quest_suites.contract import Cell, observe
 

@@ -7,15 +7,17 @@ import torch
 from cells import cell, run
 
 from quest_core.errors import ConfigError
-from quest_research.suites import aft
+from quest_research.suites import aft, language
+
+SHAPE = {"width": 16, "heads": 2}
 
 
 def test_every_byte_is_predicted_from_those_before_it():
-    tokens, following = aft.pieces(torch.arange(11), 3)
+    tokens, following = language.pieces(torch.arange(11), 3)
     assert tokens.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert following.tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
     with pytest.raises(ConfigError, match="11 bytes, fewer than a piece of 11 needs"):
-        aft.pieces(torch.arange(11), 11)
+        language.pieces(torch.arange(11), 11)
 
 
 def test_the_parts_of_the_text_do_not_overlap():
@@ -41,7 +43,7 @@ def test_pixels_are_averages_and_follow_a_start():
 @pytest.mark.parametrize("attention", ["standard", "aft-simple", "aft-local(window=4)", "aft-full"])
 def test_no_token_sees_a_later_one(attention):
     torch.manual_seed(0)
-    model = aft.Decoder(attention, length=12, width=16, layers=2, heads=2).eval()
+    model = aft.Decoder(attention, 12, SHAPE | {"layers": 2}).eval()
     tokens = torch.randint(256, (2, 12))
     changed = tokens.clone()
     changed[:, 8] = (tokens[:, 8] + 1) % 256
@@ -51,13 +53,13 @@ def test_no_token_sees_a_later_one(attention):
 
 
 def test_bits_are_logarithms_of_probabilities():
-    model = aft.Decoder("quest", length=8, width=16, layers=1, heads=2).eval()
+    model = aft.Decoder("quest", 8, SHAPE | {"layers": 1}).eval()
     batch = (torch.randint(256, (5, 8)), torch.randint(256, (5, 8)))
     wanted = -model(batch[0]).softmax(-1).gather(2, batch[1][..., None]).log2().mean().item()
-    assert aft.bits(model, batch) == pytest.approx(wanted, rel=1e-5)
+    assert language.bits(model, batch) == pytest.approx(wanted, rel=1e-5)
     torch.nn.init.zeros_(model.out.weight)
     torch.nn.init.zeros_(model.out.bias)
-    assert aft.bits(model, batch) == pytest.approx(8)  # 256 values alike
+    assert language.bits(model, batch) == pytest.approx(8)  # 256 values alike
 
 
 @pytest.mark.parametrize("task", ["text=64", "text=256", "image=14"])

@@ -10,7 +10,7 @@ from cells import cell, run
 from quest_research.suites import explain
 from quest_research.suites.images import VisionTransformer
 
-SHAPE = {"size": (28, 28), "patch": 14, "width": 16, "heads": 2}
+SHAPE = {"patch": 14, "width": 16, "heads": 2}
 
 
 def test_masks_are_exact():
@@ -30,7 +30,7 @@ def test_masks_are_exact():
 @pytest.mark.parametrize(("attention", "unit"), [("standard", False), ("quest", True)])
 def test_ag_cam_equals_a_model_written_out(attention, unit):
     torch.manual_seed(0)
-    model = VisionTransformer(attention, layers=2, **SHAPE).eval()
+    model = VisionTransformer(attention, SHAPE | {"layers": 2}, size=(28, 28)).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     images, labels = torch.randn(3, 28, 28), torch.tensor([1, 7, 4])
@@ -62,7 +62,7 @@ def test_ag_cam_equals_a_model_written_out(attention, unit):
 
 
 def test_recording_leaves_the_model_as_it_was():
-    model = VisionTransformer("quest", layers=1, **SHAPE).eval()
+    model = VisionTransformer("quest", SHAPE | {"layers": 1}, size=(28, 28)).eval()
     images = torch.randn(2, 28, 28)
     before = model(images)
     with explain.recorded(model) as seen:

@@ -10,6 +10,7 @@ from torch import nn
 
 import quest_core
 from quest_research.suites import stability
+from quest_research.suites.language import LanguageModel
 from quest_suites.contract import observe
 
 SMALL = {"train": 96, "validation": 32, "test": 64, "epochs": 2, "layers": 1, "width": 16, "rates": 2}
@@ -67,7 +68,7 @@ def test_clipping_bounds_the_logits_of_training(data):
 
 
 def test_the_language_model_sees_no_later_character():
-    model = stability.LanguageModel("quest", 11, cell("stability/rates", "vit", **SMALL).options).eval()
+    model = LanguageModel("quest", 11, cell("stability/rates", "vit", **SMALL).options).eval()
     tokens = torch.randint(11, (1, 20))
     changed = tokens.clone()
     changed[0, -1] = (changed[0, -1] + 1) % 11

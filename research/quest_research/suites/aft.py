@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from pydoc_data.topics import topics
 from typing import Any
 
 import torch
@@ -26,22 +25,22 @@ from quest_suites.contract import Cell, Progress, Result
 from quest_suites.timing import time_in_turns, training_step
 
 from .images import Block, Split, read
-from .training import fit, token_loss
+from .language import TOPICS, bits, pieces, token_loss
+from .training import fit
 
 LEVELS = 256
 """Values of a byte and of a pixel; the token after them starts an image."""
-PART = 16384
-"""Tokens of an evaluation that are held at a time."""
 
 
 class Decoder(nn.Module):
     """Predict the next token: tokens [B, T] -> logits [B, T, 256]."""
 
-    def __init__(self, attention: str, *, length: int, width: int, layers: int, heads: int) -> None:
+    def __init__(self, attention: str, length: int, options: Mapping[str, Any]) -> None:
         super().__init__()
+        width, heads = options["width"], options["heads"]
         self.token = nn.Embedding(LEVELS + 1, width)
         self.positions = nn.Parameter(torch.empty(length, width))  # [T, E]
-        self.blocks = nn.ModuleList(Block(width, heads, attention, causal=True) for _ in range(layers))
+        self.blocks = nn.Sequential(*(Block(width, heads, attention, causal=True) for _ in range(options["layers"])))
         quest_core.chain(self)
         self.norm = nn.LayerNorm(width)
         self.out = nn.Linear(width, LEVELS)
@@ -51,9 +50,7 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits of the next token."""
         x = self.token(tokens) + self.positions[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.out(self.norm(x))
+        logits: Tensor = self.out(self.norm(self.blocks(x)))
         return logits
 
 
@@ -74,8 +71,7 @@ def run(cell: Cell, progress: Progress) -> Result:
 
     def build(attention: str) -> Decoder:
         torch.manual_seed(cell.seed)
-        shape = {name: options[name] for name in ("width", "layers", "heads")}
-        return Decoder(attention, length=training[0].shape[1], **shape)
+        return Decoder(attention, training[0].shape[1], options)
 
     model = build(cell.attention)
     found = fit(
@@ -109,9 +105,7 @@ def splits(cell: Cell, options: Mapping[str, Any]) -> tuple[Split, Split, Split]
     """Return training, validation and test of the cell's task."""
     kind, _, number = cell.task.partition("=")
     if kind == "text":
-        text = torch.frombuffer(
-            bytearray("\n".join(topics[name] for name in sorted(topics)).encode()), dtype=torch.uint8
-        )
+        text = torch.frombuffer(bytearray(TOPICS.encode()), dtype=torch.uint8)
         tenth = len(text) // 10
         parts = text.long().split([len(text) - 2 * tenth, tenth, tenth])
         return tuple(pieces(part, int(number)) for part in parts)  # type: ignore[return-value]
@@ -125,23 +119,7 @@ def splits(cell: Cell, options: Mapping[str, Any]) -> tuple[Split, Split, Split]
     return pixels(chosen[:count], side), pixels(chosen[count:], side), pixels(held_out[: count // 2], side)
 
 
-def pieces(text: Tensor, length: int) -> Split:
-    """Cut a text into pieces: bytes [L] -> tokens [n, T] and the next ones [n, T]; the rest is left out."""
-    n = (len(text) - 1) // length
-    if not n:
-        raise ConfigError(f"the text has {len(text)} bytes, fewer than a piece of {length} needs; shorten it")
-    return text[: n * length].view(n, length), text[1 : n * length + 1].view(n, length)
-
-
 def pixels(images: Tensor, side: int) -> Split:
     """Average images [n, 28, 28] in 0..1 to side×side levels; an image follows the token 256."""
     levels = (255 * F.adaptive_avg_pool2d(images, side)).round().long().flatten(1)  # [n, side²]
     return torch.cat([torch.full_like(levels[:, :1], LEVELS), levels[:, :-1]], 1), levels
-
-
-def bits(model: nn.Module, data: Split) -> float:
-    """Return the mean bits a token of all samples, by the model in evaluation."""
-    part = max(1, PART // data[0].shape[1])
-    both = zip(data[0].split(part), data[1].split(part), strict=True)
-    total = sum(token_loss(model, (x, y)).item() * y.numel() for x, y in both)
-    return total / data[1].numel() / math.log(2)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from pydoc_data.topics import topics
 from typing import Any
 
 import torch
@@ -20,12 +19,11 @@ import quest_core
 from quest_core.tools.calibration import refuse_uncalibratable
 from quest_suites.contract import Cell, Progress, Result, load_state, part, save_state
 
-from .training import token_loss
+from .images import Split
+from .language import corpus, token_loss, windows
 
 LAYERS, HEADS, WIDTH, CONTEXT, BATCH = 3, 4, 64, 96, 16
 PRETRAIN_RATE = 3e-3
-Batch = tuple[Tensor, Tensor]
-"""Characters [B, N] and the next ones [B, N]."""
 
 
 class LanguageModel(nn.Module):
@@ -47,30 +45,8 @@ class LanguageModel(nn.Module):
         return logits
 
 
-def corpus(text: str | None = None) -> tuple[Tensor, Tensor, int]:
-    """Return the characters of the training text and of the held-out last tenth, and the size of the vocabulary."""
-    text = text or "\n".join(topics[name] for name in sorted(topics))
-    number = {character: i for i, character in enumerate(sorted(set(text)))}
-    tokens = torch.tensor([number[character] for character in text])
-    cut = len(tokens) * 9 // 10
-    return tokens[:cut], tokens[cut:], len(number)
-
-
-def draw(text: Tensor, generator: torch.Generator) -> Batch:
-    """Return random pieces of the text and the next characters."""
-    starts = torch.randint(len(text) - CONTEXT, (BATCH, 1), generator=generator)
-    pieces = text[starts + torch.arange(CONTEXT + 1)]
-    return pieces[:, :-1], pieces[:, 1:]
-
-
 def train(
-    model: nn.Module,
-    text: Tensor,
-    held_out: list[Batch],
-    steps: int,
-    rate: float,
-    seed: int,
-    progress: Progress,
+    model: nn.Module, text: Tensor, held_out: list[Split], steps: int, rate: float, seed: int, progress: Progress
 ) -> dict[int, float]:
     """Train with AdamW, a warm-up over a twentieth of the steps and cosine decay; return held-out losses by step."""
     generator = torch.Generator().manual_seed(seed)
@@ -90,7 +66,7 @@ def train(
             model.train()
         if step < steps:
             optimizer.zero_grad()
-            token_loss(model, draw(text, generator)).backward()
+            token_loss(model, windows(text, BATCH, CONTEXT, generator)).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
@@ -113,7 +89,9 @@ def run(cell: Cell, progress: Progress) -> Result:
     pretrain, finetune = (4, 4) if cell.smoke else (cell.options["pretrain"], cell.options["finetune"])
     arms = ["loss"] if stock else ["loss", "loss without calibration"]
     text, rest, vocabulary = corpus()
-    held_out = [draw(rest, torch.Generator().manual_seed(1000 + i)) for i in range(2 if cell.smoke else 12)]
+    held_out = [
+        windows(rest, BATCH, CONTEXT, torch.Generator().manual_seed(1000 + i)) for i in range(2 if cell.smoke else 12)
+    ]
     shares = 1 + len(arms)
     torch.manual_seed(cell.seed)
     model = LanguageModel(vocabulary)
@@ -127,7 +105,7 @@ def run(cell: Cell, progress: Progress) -> Result:
         )
         save_state(cell, {"model": model.state_dict(), "curves": curves})
     generator = torch.Generator().manual_seed(500 + cell.seed)
-    samples = [draw(text, generator)[0] for _ in range(4)]
+    samples = [windows(text, BATCH, CONTEXT, generator)[0] for _ in range(4)]
     details: dict[str, Any] = {"pretrained": curves["pretraining"][pretrain]}
     for place, arm in enumerate(arms, 1):
         if arm in curves:

@@ -70,8 +70,7 @@ def run(cell: Cell, progress: Progress) -> Result:
     canvases, shown, test = (canvases - mean) / deviation, test[:SHOWN], (test - mean) / deviation
 
     torch.manual_seed(cell.seed)
-    shape = {name: options[name] for name in ("patch", "width", "layers", "heads")}
-    model = VisionTransformer(cell.attention, size=(size, size), **shape)
+    model = VisionTransformer(cell.attention, options, size=(size, size))
     found = classify(
         cell,
         "training",

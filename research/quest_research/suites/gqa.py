@@ -196,8 +196,7 @@ def with_heads(config: AttentionConfig, kv_heads: int) -> AttentionConfig:
 def build(attention: AttentionConfig, seed: int, options: Mapping[str, Any]) -> VisionTransformer:
     """Return a fresh model."""
     torch.manual_seed(seed)
-    shape = {name: options[name] for name in ("patch", "width", "layers", "heads")}
-    return VisionTransformer(str(attention), size=(28, 28), **shape)
+    return VisionTransformer(str(attention), options, size=(28, 28))
 
 
 def convert(

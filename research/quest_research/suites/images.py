@@ -92,7 +92,10 @@ def start(model: nn.Module) -> None:
 
 
 class VisionTransformer(nn.Module):
-    """Classify images of `size` pixels, height and width, which `patch` divides."""
+    """Classify images of `size` pixels, height and width, which the option patch divides.
+
+    The other options are width, layers and heads.
+    """
 
     mean: Tensor  # [C, 1, 1]
     deviation: Tensor  # [C, 1, 1]
@@ -100,17 +103,15 @@ class VisionTransformer(nn.Module):
     def __init__(
         self,
         attention: str,
+        options: Mapping[str, Any],
         *,
         size: Sequence[int],
-        patch: int,
-        width: int,
-        layers: int,
-        heads: int,
         channels: int = 1,
         classes: int = 10,
         drop: float = 0.0,
     ) -> None:
         super().__init__()
+        patch, width, heads = options["patch"], options["width"], options["heads"]
         if any(side % patch for side in size):
             sides = " × ".join(map(str, size))
             raise ConfigError(f"option patch is {patch}, which does not divide the sides of {sides} pixels")
@@ -119,7 +120,7 @@ class VisionTransformer(nn.Module):
         self.register_buffer("deviation", torch.ones(channels, 1, 1))
         self.embedding = nn.Linear(channels * patch * patch, width)
         self.positions = nn.Parameter(torch.empty(math.prod(side // patch for side in size), width))  # [N, E]
-        self.blocks = nn.ModuleList(Block(width, heads, attention, drop=drop) for _ in range(layers))
+        self.blocks = nn.Sequential(*(Block(width, heads, attention, drop=drop) for _ in range(options["layers"])))
         quest_core.chain(self)
         self.norm = nn.LayerNorm(width)
         self.classifier = nn.Linear(width, classes)
@@ -132,9 +133,7 @@ class VisionTransformer(nn.Module):
         images = (images - self.mean) / self.deviation
         patches = images.unfold(2, self.patch, self.patch).unfold(3, self.patch, self.patch)  # [B, C, n, n, p, p]
         x = self.embedding(patches.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)) + self.positions  # [B, N, E]
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.classifier(self.norm(x).mean(1))
+        logits: Tensor = self.classifier(self.norm(self.blocks(x)).mean(1))
         return logits
 
 
@@ -301,9 +300,8 @@ def tested(model: nn.Module, found: Fit, test: Split, guess: float) -> Trained:
 def build(attention: str, data: Images, options: Mapping[str, Any], drop: float = 0.0) -> VisionTransformer:
     """Return the model of the options patch, width, layers and heads, with the statistics of the training images."""
     images = data.train[0]
-    shape = {name: options[name] for name in ("patch", "width", "layers", "heads")}
     channels, *size = images.shape[1:]
-    model = VisionTransformer(attention, size=size, channels=channels, classes=data.classes, drop=drop, **shape)
+    model = VisionTransformer(attention, options, size=size, channels=channels, classes=data.classes, drop=drop)
     model.mean, model.deviation = (x[:, None, None].cpu() for x in (images.mean((0, 2, 3)), images.std((0, 2, 3))))
     return model.to(data.device)
 

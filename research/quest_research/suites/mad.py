@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from quest_suites.contract import Cell, Progress, Result
 
 from .images import IGNORED
+from .language import CONTEXT
 from .recall import RecallModel, learn
-from .stability import CONTEXT
 
 KEYS, VALUES, NOISE = range(8), range(8, 16), range(16, 32)
 COPIED = 4

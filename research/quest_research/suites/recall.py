@@ -22,7 +22,7 @@ from quest_core.errors import ConfigError
 from quest_suites.contract import Cell, Progress, Result, Trained, observe, over_rates, sweep
 
 from .images import IGNORED, Split, classify, tested
-from .stability import CONTEXT, LanguageModel
+from .language import CONTEXT, LanguageModel, heads_of
 
 POWER = 0.01
 
@@ -52,14 +52,11 @@ def run(cell: Cell, progress: Progress) -> Result:
     options = dict(cell.options)
     if cell.smoke:
         options |= {"train": 64, "test": 16, "epochs": 1, "rates": 2}
-    head, pairs = int(cell.task.removeprefix("D=")), options["pairs"]
-    if options["width"] % head:
-        raise ConfigError(f"option width is {options['width']}, which heads of {head} features do not divide")
+    options["heads"], pairs = heads_of(cell.task, options["width"]), options["pairs"]
     if 4 * pairs > CONTEXT:
         raise ConfigError(f"option pairs is {pairs}; a sequence of {CONTEXT} tokens holds at most {CONTEXT // 4}")
     if options["vocabulary"] < 2 * (pairs + 1):
         raise ConfigError(f"option vocabulary is {options['vocabulary']}; {pairs} pairs need {2 * (pairs + 1)} or more")
-    options |= {"heads": options["width"] // head}
     draw = torch.Generator().manual_seed(cell.seed)
     splits = [sequences(options[count], pairs, options["vocabulary"], draw) for count in ("train", "test", "test")]
     return learn(cell, options, splits, lambda: RecallModel(cell.attention, options), progress)

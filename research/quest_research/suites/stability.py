@@ -25,11 +25,10 @@ from torch import Tensor, nn
 import quest_core
 from quest_suites.contract import Cell, Progress, Result, Trained, observe, over_rates, sweep
 
-from . import calibration, images
-from .images import Block, Split, classify, start, tested
+from . import images
+from .images import Split, classify, tested
+from .language import CONTEXT, LanguageModel, corpus, windows
 
-CONTEXT = 64
-"""Characters that the language model sees."""
 EVERY = 10
 """Steps from one measurement of the largest logit in training to the next; the first step is measured too."""
 WATCHED = ("max_logit", "entropy", "query_norm", "key_norm")
@@ -48,46 +47,20 @@ def vit(cell: Cell, options: Mapping[str, Any], draw: torch.Generator) -> Proble
 
 def pydocs(cell: Cell, options: Mapping[str, Any], draw: torch.Generator) -> Problem:
     """Return the language model and its text; the last tenth of the text is for validation and test."""
-    text, rest, vocabulary = calibration.corpus()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    text, rest, vocabulary = corpus()
+    half, device = len(rest) // 2, "cuda" if torch.cuda.is_available() else "cpu"
 
-    def windows(of: Tensor, count: int) -> Split:
-        first = torch.randint(len(of) - CONTEXT, (count, 1), generator=draw)
-        pieces = of[first + torch.arange(CONTEXT + 1)].to(device)  # [count, N + 1]
-        return pieces[:, :-1], pieces[:, 1:]
+    def drawn(of: Tensor, count: int) -> Split:
+        tokens, following = windows(of, count, CONTEXT, draw)
+        return tokens.to(device), following.to(device)
 
-    half = len(rest) // 2
     return (
-        windows(text, options["train"]),
-        windows(rest[:half], options["validation"]),
-        windows(rest[half:], options["test"]),
+        drawn(text, options["train"]),
+        drawn(rest[:half], options["validation"]),
+        drawn(rest[half:], options["test"]),
         lambda: LanguageModel(cell.attention, vocabulary, options).to(device),
         100 / vocabulary,
     )
-
-
-class LanguageModel(nn.Module):
-    """A causal pre-norm Transformer over characters."""
-
-    tokens: nn.Module  # tokens [B, N] -> features [B, N, E]
-    out: nn.Module  # features [B, N, E] -> logits [B, N, vocabulary]
-
-    def __init__(self, attention: str, vocabulary: int, options: Mapping[str, Any]) -> None:
-        super().__init__()
-        width, heads = options["width"], options["heads"]
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(CONTEXT, width)
-        self.blocks = nn.ModuleList(Block(width, heads, attention, causal=True) for _ in range(options["layers"]))
-        quest_core.chain(self)
-        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, vocabulary)
-        start(self)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [B, N] -> logits [B, N, vocabulary]."""
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.out(self.norm(x))
-        return logits
 
 
 def run(cell: Cell, progress: Progress) -> Result:

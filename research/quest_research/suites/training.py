@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,11 +16,6 @@ from quest_suites.contract import Cell, load_state, save_state
 
 Curves = dict[str, list[float]]
 """A name -> its values, one an epoch; or as many an epoch, where it is measured in steps."""
-
-
-def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the mean cross-entropy in nats a token, of tokens [B, N] and the next ones [B, N]."""
-    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
 class Float16Products(TorchDispatchMode):

@@ -16,14 +16,11 @@ from zipfile import ZipFile
 
 import torch
 
-from quest_core.errors import ConfigError
 from quest_suites.contract import Cell, Progress, Result, Trained, observe, sweep
 
-from .aft import bits, pieces
-from .calibration import corpus
 from .images import Split
-from .stability import CONTEXT, LanguageModel
-from .training import fit, token_loss
+from .language import CONTEXT, TOPICS, LanguageModel, bits, corpus, heads_of, pieces, token_loss, windows
+from .training import fit
 
 
 def run(cell: Cell, progress: Progress) -> Result:
@@ -36,12 +33,8 @@ def run(cell: Cell, progress: Progress) -> Result:
     options = dict(cell.options)
     if cell.smoke:
         options |= {"steps": 4, "layers": 1, "rates": 2}
-    head = int(cell.task.removeprefix("D="))
-    if options["width"] % head:
-        raise ConfigError(f"option width is {options['width']}, which heads of {head} features do not divide")
-    options |= {"heads": options["width"] // head}
+    options["heads"] = heads_of(cell.task, options["width"])
     train, validation, test, vocabulary = texts(cell, options)
-    seen: dict[str, dict[str, float]] = {}  # of the attention at each rate
 
     def once(rate: float, name: str, progress: Progress) -> Trained:
         torch.manual_seed(cell.seed)
@@ -58,29 +51,28 @@ def run(cell: Cell, progress: Progress) -> Result:
         )
         if found.diverged:
             return Trained(math.nan, math.inf, {}, diverged=True)
-        seen[name] = observe(model, validation[0][:64])
-        return Trained(bits(model, test), found.series["validation"][-1], {})
+        seen = observe(model, validation[0][:64])
+        return Trained(bits(model, test), found.series["validation"][-1], {}, details=seen)
 
     done = sweep(options["lowest"], options["rates"], once, progress)
     best = min(done, key=lambda name: done[name].validation)
     every = {f"bits/{name}": one.accuracy for name, one in done.items()}
-    return Result({"bits": done[best].accuracy, **every, "rate": done[best].rate, **seen.get(best, {})})
+    return Result({"bits": done[best].accuracy, **every, "rate": done[best].rate, **done[best].details})
 
 
 def texts(cell: Cell, options: Mapping[str, Any]) -> tuple[Split, Split, Split, int]:
     """Return random pieces of the training text, both halves of the held-out text, and the size of the vocabulary."""
-    written = None
+    written = TOPICS
     if cell.data:
         brown = cell.suite == "widths/brown"
         written = untagged(cell.data / "brown.zip") if brown else (cell.data / "input.txt").read_text(encoding="utf-8")
     text, rest, vocabulary = corpus(written)
     draw = torch.Generator().manual_seed(cell.seed)
-    first = torch.randint(len(text) - CONTEXT, (options["steps"] * options["batch"], 1), generator=draw)
-    drawn = text[first + torch.arange(CONTEXT + 1)]
+    train = windows(text, options["steps"] * options["batch"], CONTEXT, draw)
     held = [pieces(half, CONTEXT) for half in rest.tensor_split(2)]
     if cell.smoke:
         held = [(x[:8], y[:8]) for x, y in held]
-    return (drawn[:, :-1], drawn[:, 1:]), held[0], held[1], vocabulary
+    return train, held[0], held[1], vocabulary
 
 
 def untagged(archive: Path) -> str:
