@@ -1,6 +1,7 @@
 """The commands of research/results still run, shortened; those of host plugins are tested in their environments."""
 
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -49,3 +50,11 @@ def test_committed_results_can_be_read(folder):
     groups = read_groups(folder, "standard")
     assert groups
     assert all(row.finished for group in groups for row in group.rows)
+
+
+def test_the_page_of_several_reports_has_the_tables_that_its_script_prints(capsys):
+    runpy.run_path(str(RESULTS.parent / "scripts" / "stability.py"), run_name="__main__")
+    page = (RESULTS / "stability" / "README.md").read_text()
+    tables = capsys.readouterr().out.strip().split("\n\n")
+    assert [table for table in tables if table not in page] == []
+    assert len(tables) == 6
