@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import pytest
-from cells import cell, run, runner
+from cells import cell, run
 
 from devtools.cells import check_resume
 from quest_core.errors import ConfigError, InputError
@@ -48,7 +48,7 @@ def test_a_stopped_cell_continues(suite, task, attention, share, data, tmp_path)
     if task == "fog":
         pytest.importorskip("imagecorruptions")
     given = cell(suite, task, attention, data, smoke=False, **SMALL[suite])
-    check_resume(runner(suite), given, tmp_path, share=share)
+    check_resume(run, given, tmp_path, share=share)
 
 
 @pytest.mark.parametrize(
