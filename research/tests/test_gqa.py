@@ -64,14 +64,14 @@ def test_halves_share_no_class_and_no_image(data):
         "gqa/fashion-mnist", "half", "gqa", data, smoke=False, train=100, downstream=80, validation=50, test=60
     )
     early, late = gqa.halves(given, given.options)
-    assert [len(early.y), len(late.y), len(early.test[1])] == [100, 80, 60]
+    assert [len(early.train[1]), len(late.train[1]), len(early.test[1])] == [100, 80, 60]
     for half, classes in ((early, set(range(5))), (late, set(range(5, 10)))):
-        for labels in (half.y, half.validation[1], half.test[1]):
+        for _, labels in (half.train, half.validation, half.test):
             assert set(labels.tolist()) <= classes
-        kept = {image.numpy().tobytes() for image in half.x}
+        kept = {image.numpy().tobytes() for image in half.train[0]}
         assert not kept & {image.numpy().tobytes() for image in half.validation[0]}
-    assert early.x.mean().abs() < 1e-5
-    assert early.x.std() == pytest.approx(1, abs=1e-4)
+    assert early.train[0].mean().abs() < 1e-5
+    assert early.train[0].std() == pytest.approx(1, abs=1e-4)
 
 
 def test_cells_of_one_seed_share_their_pretraining(data):

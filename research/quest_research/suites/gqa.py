@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from quest_core.registry import find
 from quest_suites.contract import Cell, Progress, Result, part
 from quest_suites.timing import time_in_turns
 
-from .images import VisionTransformer, accuracy, classify, read
+from .images import Images, VisionTransformer, accuracy, classify, read
 from .training import Curves
 
 SPLIT = 5
@@ -40,16 +39,6 @@ PROBE = 256
 
 class DivergedError(Exception):
     """A phase has diverged, so the others make no sense."""
-
-
-@dataclass(frozen=True)
-class Half:
-    """The images of half of the classes: x [n, 28, 28] and y [n], for training, validation and test."""
-
-    x: Tensor
-    y: Tensor
-    validation: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor]
 
 
 def run(cell: Cell, progress: Progress) -> Result:
@@ -94,14 +83,14 @@ def _phases(
     planned = 2 + len(own) + (0 if is_gqa or multi_head else 2)
     done = 0
 
-    def train(name: str, phase: str, model: VisionTransformer, data: Half, count: int) -> Curves:
+    def train(name: str, phase: str, model: VisionTransformer, data: Images, count: int) -> Curves:
         nonlocal done
         before, done = done, done + 1
         found = classify(
             cell,
             name,
             model,
-            (data.x[:count], data.y[:count]),
+            (data.train[0][:count], data.train[1][:count]),
             {"validation": data.validation},
             {**options, "epochs": options[phase]},
             rate=options[f"{phase}_rate"],
@@ -150,8 +139,8 @@ def _phases(
     return Result(metrics, curves, {"parameters": sum(p.numel() for p in models[half].parameters())})
 
 
-def halves(cell: Cell, options: Mapping[str, Any]) -> tuple[Half, Half]:
-    """Return the images of classes 0 to 4 and those of 5 to 9, drawn by the seed and normalized alike."""
+def halves(cell: Cell, options: Mapping[str, Any]) -> list[Images]:
+    """Return the images [n, 28, 28] of classes 0 to 4 and those of 5 to 9, drawn by the seed and normalized alike."""
     images, labels = read(cell.data, "train")
     test, test_labels = read(cell.data, "t10k")
     draw = torch.Generator().manual_seed(cell.seed)
@@ -168,14 +157,14 @@ def halves(cell: Cell, options: Mapping[str, Any]) -> tuple[Half, Half]:
             mean, deviation = images[chosen].mean(), images[chosen].std()
         kept = ((test_labels >= SPLIT) == late).nonzero()[: options["test"], 0]
         found.append(
-            Half(
-                (images[chosen] - mean) / deviation,
-                labels[chosen],
+            Images(
+                ((images[chosen] - mean) / deviation, labels[chosen]),
                 ((images[rest] - mean) / deviation, labels[rest]),
                 ((test[kept] - mean) / deviation, test_labels[kept]),
+                classes=10,
             )
         )
-    return found[0], found[1]
+    return found
 
 
 def regrouped(config: AttentionConfig, grouping: str) -> AttentionConfig:

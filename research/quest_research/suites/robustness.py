@@ -62,10 +62,9 @@ def run(cell: Cell, progress: Progress) -> Result:
         options |= {"train": 128, "validation": 64, "test": 32, "shifted": 4, "epochs": 1, "layers": 1}
     data = load(cell.data, options, torch.Generator().manual_seed(cell.seed))
     few = data.test[0][: options["shifted"]], data.test[1][: options["shifted"]]
-    severity = options["severity"]
     trainings: dict[str, Callable[[Split], Split]] = {"clean": lambda split: split}
     if cell.task == "fog":
-        trainings["fog"] = lambda split: (corrupt(split[0], "fog", severity), split[1])
+        trainings["fog"] = lambda split: (corrupt(split[0], "fog", options["severity"]), split[1])
     if cell.task == "patch":
         trainings = {"patch": lambda split: patch(split, data.classes, options["share"])}
     require(cell.task)
@@ -94,35 +93,35 @@ def run(cell: Cell, progress: Progress) -> Result:
         model.load_state_dict(done[name].weights)
         return model.eval()
 
+    scores: dict[str, float] = {}
     if cell.task == "patch":
         clean = accuracy(after("patch"), *patch(data.test, data.classes, 1.0))
-        scores = {"place_of_another_class": accuracy(model, *patch(data.test, data.classes, 0.0))}
-    else:
-        clean = accuracy(after("clean"), *(data.test if cell.task == "fog" else few))
-    if cell.task == "fog":
-        foggy = corrupt(data.test[0], "fog", severity)
-        scores = {"trained_clean,_tested_in_fog": accuracy(model, foggy, data.test[1])}
+        scores["place_of_another_class"] = accuracy(model, *patch(data.test, data.classes, 0.0))
+    elif cell.task == "fog":
+        foggy = trainings["fog"](data.test)
+        clean = accuracy(after("clean"), *data.test)
+        scores["trained_clean,_tested_in_fog"] = accuracy(model, *foggy)
         scores["trained_in_fog,_tested_clean"] = accuracy(after("fog"), *data.test)
-        scores["trained_and_tested_in_fog"] = accuracy(model, foggy, data.test[1])
+        scores["trained_and_tested_in_fog"] = accuracy(model, *foggy)
+    else:
+        clean = accuracy(after("clean"), *few)
     if cell.task == "corruptions":
-        scores = {}
         for name in CORRUPTIONS:
             found_here = [accuracy(model, corrupt(few[0], name, level), few[1]) for level in SEVERITIES]
             scores[name] = sum(found_here) / len(found_here)
     if cell.task in ("attacks", "autoattack"):
-        scores = {}
         for name, attack in attacks(cell.task, model, data, options["epsilon"] / 255, cell.smoke).items():
             torch.manual_seed(cell.seed)
             scores[name] = accuracy(model, attack(*few), few[1])
-    metrics = {"accuracy": sum(scores.values()) / len(scores), "clean": clean}
-    metrics |= {f"accuracy/{name}": score for name, score in scores.items()}
-    metrics |= {
-        name.replace("accuracy", "relative accuracy"): 100 * score / clean if clean else math.nan
-        for name, score in metrics.items()
-        if name != "clean"
-    }
+    accuracies = {"accuracy": sum(scores.values()) / len(scores)}
+    accuracies |= {f"accuracy/{name}": score for name, score in scores.items()}
+    relative = {f"relative {name}": 100 * score / clean if clean else math.nan for name, score in accuracies.items()}
     series = {f"{key}/trained on {name}": found.series[key] for name, found in done.items() for key in found.series}
-    return Result(metrics, series, {"best_epochs": {name: found.selected + 1 for name, found in done.items()}})
+    return Result(
+        {**accuracies, **relative, "clean": clean},
+        series,
+        {"best_epochs": {name: found.selected + 1 for name, found in done.items()}},
+    )
 
 
 def require(task: str) -> None:

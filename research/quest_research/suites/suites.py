@@ -40,7 +40,7 @@ def _options(**defaults: Any) -> list[dict[str, Any]]:
 def _images(**defaults: Any) -> list[dict[str, Any]]:
     """Return the options of a Vision Transformer and its training, with other defaults than those of `SHARED`."""
     names = ("train", "validation", "epochs", "batch", "patch", "width", "layers", "heads", "warmup", "weight_decay")
-    return _options(**{name: defaults.get(name, SHARED[name]["default"]) for name in names})
+    return _options(**{name: SHARED[name]["default"] for name in names} | defaults)
 
 
 TOY_OPTIONS = [

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quest_suites.contract import Cell, load_state, save_state
+from quest_suites.contract import Cell, Progress, load_state, save_state
 
 Curves = dict[str, list[float]]
 """A name -> its values, one an epoch; or as many an epoch, where it is measured in steps."""
@@ -52,7 +52,7 @@ def fit(
     options: Mapping[str, Any],
     *,
     measure: Callable[[], Mapping[str, float | list[float]]],
-    progress: Callable[[float, str], None],
+    progress: Progress,
     select: str | None = None,
     best: Callable[[list[float]], float] = max,
     draw: torch.Generator | None = None,
