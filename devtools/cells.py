@@ -104,6 +104,7 @@ def check_resume(run: Run, cell: Cell, folder: Path, share: float = 0.01) -> Res
         if not any(words in name for words in ("second", "time of", "memory of")):
             same = wanted.metrics[name] == found.metrics[name] or wanted.metrics[name] != wanted.metrics[name]
             assert same, f"{name} is {found.metrics[name]}, and {wanted.metrics[name]} without a stop"
+    assert wanted.details.keys() == found.details.keys(), "details are missing that a cell that runs through has"
     assert wanted.series == found.series, "the series differ from those of a cell that runs through"
     return found
 

@@ -25,6 +25,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "widths/text": {"steps": 6, "layers": 1, "width": 16, "rates": 2},
     "recall/mqar": {"train": 16, "batch": 4, "test": 8, "width": 16, "rates": 2},
     "recall/mad": {"train": 16, "batch": 4, "test": 8, "rates": 2},
+    "calibration/pydocs": {"pretrain": 2, "finetune": 2},
 }  # fmt: skip
 
 
@@ -42,6 +43,7 @@ SMALL: dict[str, dict[str, Any]] = {
         ("widths/text", "D=4", "quest", 0.5),
         ("recall/mqar", "D=4", "quest", 0.5),
         ("recall/mad", "compression", "quest", 0.5),
+        ("calibration/pydocs", "finetune", "quest", 0.7),  # the second of two fine-tunings
     ],
 )
 def test_a_stopped_cell_continues(suite, task, attention, share, data, tmp_path):

@@ -96,17 +96,17 @@ def run(cell: Cell, progress: Progress) -> Result:
     torch.manual_seed(cell.seed)
     model = LanguageModel(vocabulary)
     curves: dict[str, dict[int, float]] = {}
+    details: dict[str, Any] = {}
     if state := load_state(cell):
         model.load_state_dict(state["model"])
-        curves = state["curves"]
+        curves, details = state["curves"], state["details"]
     else:
         curves["pretraining"] = train(
             model, text, held_out, pretrain, PRETRAIN_RATE, cell.seed, part(progress, 0, shares)
         )
-        save_state(cell, {"model": model.state_dict(), "curves": curves})
+        save_state(cell, {"model": model.state_dict(), "curves": curves, "details": details})
     generator = torch.Generator().manual_seed(500 + cell.seed)
     samples = [windows(text, BATCH, CONTEXT, generator)[0] for _ in range(4)]
-    details: dict[str, Any] = {"pretrained": curves["pretraining"][pretrain]}
     for place, arm in enumerate(arms, 1):
         if arm in curves:
             continue
@@ -119,7 +119,7 @@ def run(cell: Cell, progress: Progress) -> Result:
             tuned, _ = quest_core.inject(tuned, config)
         own = part(progress, place, shares)
         curves[arm] = train(tuned, text, held_out, finetune, cell.options["rate"], 100 + cell.seed, own)
-        save_state(cell, {"model": model.state_dict(), "curves": curves})
+        save_state(cell, {"model": model.state_dict(), "curves": curves, "details": details})
     plain = curves[arms[-1]]
     return Result(
         {
@@ -128,5 +128,5 @@ def run(cell: Cell, progress: Progress) -> Result:
             "loss": curves["loss"][finetune],
         },
         {arm: list(curves[arm].values()) for arm in arms},
-        {**details, "steps": list(curves["loss"])},
+        {**details, "pretrained": curves["pretraining"][pretrain], "steps": list(curves["loss"])},
     )
