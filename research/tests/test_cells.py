@@ -25,7 +25,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "widths/text": {"steps": 6, "layers": 1, "width": 16, "rates": 2},
     "recall/mqar": {"train": 16, "batch": 4, "test": 8, "width": 16, "rates": 2},
     "recall/mad": {"train": 16, "batch": 4, "test": 8, "rates": 2},
-    "calibration/pydocs": {"pretrain": 2, "finetune": 2},
+    "calibration/pydocs": {"pretrain": 1, "finetune": 1},
 }  # fmt: skip
 
 

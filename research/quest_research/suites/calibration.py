@@ -54,7 +54,7 @@ def train(
     warm = max(1, steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
-        lambda step: min((step + 1) / warm, 0.5 + 0.5 * math.cos(math.pi * max(0, step - warm) / (steps - warm))),
+        lambda step: min((step + 1) / warm, 0.5 + 0.5 * math.cos(math.pi * max(0, step - warm) / max(1, steps - warm))),
     )
     asked = {0, 1, 2, 5, 10, 20, 40, 80, 160, 240, *range(320, steps, 160), steps}
     losses: dict[int, float] = {}
