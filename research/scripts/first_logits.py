@@ -1,7 +1,7 @@
 """Where QUEST starts in the models that people train: the first logits.
 
     python research/scripts/first_logits.py rows.jsonl --measure    # in the environment of each framework
-    python research/scripts/first_logits.py rows.jsonl --figure start.png
+    python research/scripts/first_logits.py rows.jsonl --figure first-logits.png
 
 The models are those of the frameworks with their own sizes and initialization, freshly built. Logits are measured in
 the first forward pass of each model with each attention, in training mode, on the data that each function below names:
@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -183,9 +183,7 @@ def transformers() -> Iterator[Host]:
         yield Host(name, AutoModel.from_config(config), lambda model: model(tokens))
 
 
-Models: TypeAlias = Callable[[], Iterator[Host]]
-
-MODELS: dict[str, tuple[str, Models]] = {  # framework -> plugin that knows its attention, models
+MODELS: dict[str, tuple[str, Callable[[], Iterator[Host]]]] = {  # framework -> plugin that knows its attention, models
     "torch": ("quest_core", pytorch),
     "tsai": ("quest_tsai", tsai),
     "torch_geometric": ("quest_graphgps", torch_geometric),

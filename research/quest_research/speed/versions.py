@@ -172,12 +172,7 @@ def training(attention: str, shape: tuple[int, int, int, int], backward: bool) -
     return step
 
 
-KINDS: dict[str, Callable[[str, tuple[int, int, int, int], bool], Call]] = {
-    "function": function,
-    "module": call,
-    "decode": decode,
-    "training": training,
-}
+KINDS = {"function": function, "module": call, "decode": decode, "training": training}
 
 
 @functools.lru_cache(1)
