@@ -257,7 +257,7 @@ def test_a_window_of_one_position_has_no_deviation():
     assert all(p.grad is not None and p.grad.isfinite().all() for p in made.parameters())
 
 
-def test_entropy_regularizer():
+def test_the_entropy_regularizer_equals_its_formula_and_falls():
     made = build("aft-conv(window=3)", spread=2.0)
     family = made.family
     p = family.bias().flatten(1).softmax(1)
@@ -384,3 +384,40 @@ def test_autocast_computes_in_the_wider_type(spec):
     with torch.autocast("cpu", torch.bfloat16):
         out = made(q, k, v)
     torch.testing.assert_close(out, exact.bfloat16(), rtol=1e-5, atol=1e-5)
+
+
+SPECS = ["linear", "cosine", "aft-simple", "aft-full(max_length=96)", "aft-local(max_length=96)", "aft-conv(dims=1)"]
+CASES = [(spec, causal) for spec in SPECS for causal in (False, True) if not (causal and "conv" in spec)]
+
+
+@pytest.mark.parametrize(("n", "m"), [(0, 0), (0, 5), (5, 0), (1, 5), (5, 1)])
+@pytest.mark.parametrize(("spec", "is_causal"), CASES)
+def test_no_tokens_on_one_side(spec, is_causal, n, m):
+    """Of linear attention too, whose sums are empty as well."""
+    made = build(spec, dim=4)
+    q, k, v = (x.requires_grad_() for x in tensors(spec, 2, 2, n, m, 4))
+    if "conv" in spec or ("local" in spec and n != m and not is_causal):
+        with pytest.raises(quest_core.QuestError, match="'aft-(conv|local)'"):
+            made(q, k, v, is_causal=is_causal)
+        return
+    for mask in (None, torch.ones(2, 1, 1, m, dtype=torch.bool), torch.zeros(2, 1, 1, m, dtype=torch.float64)):
+        out = made(q, k, v, attn_mask=mask, is_causal=is_causal)
+        if m:
+            torch.testing.assert_close(out, truth(made, q, k, v, mask=mask, is_causal=is_causal))
+        assert out.shape == (2, 2, n, 4)
+        assert m or not out.any()
+        out.sum().backward()
+
+
+def test_a_large_grid_has_a_second_derivative(monkeypatch):
+    made = build("aft-conv(dims=1)", dim=4)
+    inputs = [x.requires_grad_() for x in tensors("aft-conv", 1, 2, 5, 5, 4)]
+    small_tiles(monkeypatch)
+    assert torch.autograd.gradgradcheck(made, inputs)
+
+
+def test_a_dynamic_square_is_refused():
+    made, n = build("aft-conv(window=3)", dim=4), torch.export.Dim("n", min=2, max=96)
+    inputs = dict(zip(("q", "k", "v"), tensors("aft-conv", 2, 2, 36, 36, 4), strict=True))
+    with pytest.raises(quest_core.UnsupportedError, match="'aft-conv' does not support torch.export with a dynamic"):
+        torch.export.export(made, (), inputs, dynamic_shapes={name: {2: n} for name in inputs})

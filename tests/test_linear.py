@@ -5,28 +5,13 @@ import math
 import pytest
 import torch
 from allocations import Largest
+from test_aft import build, truth
 from test_normalizers import tensors
 
 import quest_core
 from quest_core.mechanisms import linear
-from quest_core.testing.truth import exact
 
 NAMES = ["linear", "cosine"]
-
-
-def build(name, heads, dim, seed=0):
-    """A mechanism whose learnable tensors are random, so that a test sees each of them."""
-    made = quest_core.Mechanism(name, num_heads=heads, head_dim=dim).double()
-    noise = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=noise, dtype=torch.float64))
-    return made
-
-
-def truth(made, q, k, v, **options):
-    key_mask = options.pop("key_mask", None)  # [B, M]
-    return exact(made, q, k, v, attn_mask=None if key_mask is None else key_mask[:, None, None], **options)[0]
 
 
 def test_an_additive_mask_multiplies_the_weights():
@@ -34,17 +19,19 @@ def test_an_additive_mask_multiplies_the_weights():
     bias = (3 * torch.randn(2, 70, dtype=torch.float64)).masked_fill(torch.rand(2, 70) < 0.3, -math.inf)
     for name, is_causal in ((name, c) for name in NAMES for c in (False, True)):
         made = build(name, 2, 4)
-        want = truth(made, q, k, v, key_mask=bias, is_causal=is_causal)
+        want = truth(made, q, k, v, mask=bias[:, None, None], is_causal=is_causal)
         torch.testing.assert_close(made(q, k, v, attn_mask=bias[:, None, None], is_causal=is_causal), want)
         cache = quest_core.Cache()
         steps = [
             made.decode(*(x[:, :, a:b] for x in (q, k, v)), cache, attn_mask=bias[:, None, None, :b])
             for a, b in ((0, 65), (65, 66), (66, 70))
         ]
-        torch.testing.assert_close(torch.cat(steps, 2), truth(made, q, k, v, key_mask=bias, is_causal=True))
+        torch.testing.assert_close(torch.cat(steps, 2), truth(made, q, k, v, mask=bias[:, None, None], is_causal=True))
     far = bias.float() - 300  # exp of it is 0 in float32, and the ratio is the same
     out = build("linear", 2, 4).float()(q.float(), k.float(), v.float(), attn_mask=far[:, None, None])
-    torch.testing.assert_close(out.double(), truth(build("linear", 2, 4), q, k, v, key_mask=bias), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        out.double(), truth(build("linear", 2, 4), q, k, v, mask=bias[:, None, None]), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_features_far_below_zero_do_not_cancel():

@@ -1,29 +1,18 @@
 """Sigmoid and sinkhorn against their float64 references, plain and in blocks, and every score with every normalizer."""
 
 import math
-from contextlib import contextmanager
+from contextlib import nullcontext
 
 import pytest
 import torch
 from allocations import Largest
+from grid.draws import in_blocks
 
 import quest_core
 from quest_core import ops as blocks
 from quest_core.testing.truth import exact
 
-PATHS = ["plain", "blocks"]
-
-
-@contextmanager
-def path(name):
-    """Take the plain formula, or blocks of three queries, whatever the size."""
-    kept = blocks.PLAIN_WEIGHTS, blocks.BLOCK_WEIGHTS, blocks.BLOCK_ROWS
-    if name == "blocks":
-        blocks.PLAIN_WEIGHTS, blocks.BLOCK_WEIGHTS, blocks.BLOCK_ROWS = 0, 1, 3
-    try:
-        yield
-    finally:
-        blocks.PLAIN_WEIGHTS, blocks.BLOCK_WEIGHTS, blocks.BLOCK_ROWS = kept
+PATHS = {"plain": nullcontext, "blocks": lambda: in_blocks(3)}  # the plain formula, or blocks of three queries
 
 
 def tensors(batch, heads, groups, n, m, dim, seed=0):
@@ -47,7 +36,7 @@ def test_blocks_equal_the_reference(spec, is_causal):
     inputs = [x.requires_grad_() for x in tensors(2, 4, 2 if "gqa" in spec else 4, 7, 8, 4)]
     mask = torch.randn(2, 1, 7, 8, dtype=torch.float64).masked_fill(torch.rand(2, 1, 7, 8) > 0.6, -math.inf)
     want = exact(made, *inputs, attn_mask=mask, is_causal=is_causal)[0]
-    with path("blocks"):
+    with in_blocks(3):
         got = made(*inputs, attn_mask=mask, is_causal=is_causal)
         gradients = torch.autograd.grad(got.sin().sum(), inputs)
     wanted = torch.autograd.grad(want.sin().sum(), inputs)
@@ -59,7 +48,7 @@ def test_logits_of_a_thousand_stay_exact(way):
     """A key that no query wants still has to fill its column: e^-1000 is scaled up without passing through 0."""
     q, k, v = tensors(1, 1, 1, 6, 6, 4)
     q = q * 1000
-    with path(way):
+    with PATHS[way]():
         out = quest_core.attention(q, k, v, "quest+sinkhorn(iterations=40)")
     assert out.isfinite().all()
     weights = quest_core.Mechanism("quest+sinkhorn(iterations=40)", num_heads=1, head_dim=4).forward_with_weights(
@@ -95,7 +84,7 @@ def test_dropout_acts_on_the_weights_and_repeats_under_a_seed(spec, way):
         torch.manual_seed(0)
         return quest_core.attention(*inputs, spec, dropout_p=0.5)
 
-    with path(way):
+    with PATHS[way]():
         first = run(q, k, v)
         assert torch.equal(first, run(q, k, v))
         # With unit values the output is the weights themselves: each is 0 or twice what it was.
@@ -109,7 +98,7 @@ def test_dropout_acts_on_the_weights_and_repeats_under_a_seed(spec, way):
 def test_a_learned_additive_mask_gets_its_gradient(spec):
     q, k, v = tensors(1, 2, 2, 4, 5, 3)
     bias = torch.randn(1, 2, 4, 5, dtype=torch.float64, requires_grad=True)
-    with path("blocks"):
+    with in_blocks(3):
         assert torch.autograd.gradcheck(
             lambda b: quest_core.attention(q, k, v, spec, attn_mask=b), bias, fast_mode=True
         )

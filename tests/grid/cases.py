@@ -4,7 +4,6 @@ A cell is right if its outputs and gradients differ from the float64 reference b
 same plain formula differs in the type of the cell.
 """
 
-import copy
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -120,10 +119,8 @@ class Layers(nn.Module):
         if self.chained:
             self.layers[0](q, k, earlier(v), attn_mask=mask, is_causal=self.is_causal)
         if weights:
-            full: Tensor = self.layers[-1].forward_with_logits(q, k, v, attn_mask=mask, is_causal=self.is_causal)[0]
-            return full
-        out: Tensor = self.layers[-1](q, k, v, attn_mask=mask, is_causal=self.is_causal)
-        return out
+            return self.layers[-1].forward_with_logits(q, k, v, attn_mask=mask, is_causal=self.is_causal)[0]
+        return self.layers[-1](q, k, v, attn_mask=mask, is_causal=self.is_causal)
 
 
 def earlier(v: Tensor) -> Tensor:
@@ -151,13 +148,11 @@ def _sliced(b: int, h: int, g: int, n: int, m: int, d: int, kd: int) -> tuple[Te
 
 
 def _packed(b: int, h: int, g: int, n: int, m: int, d: int, kd: int) -> tuple[Tensor, Tensor, Tensor]:
-    both = torch.randn(b, g, m, kd + d)
-    if n == m:  # q, k and v of one projection
-        q, k, v = torch.randn(b, n, h * d + g * kd + g * d).split([h * d, g * kd, g * d], -1)
-        q, k, v = q.unflatten(-1, (h, d)), k.unflatten(-1, (g, kd)), v.unflatten(-1, (g, d))
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    k, v = both.split([kd, d], -1)
-    return torch.randn(b, h, n, d), k, v
+    if n != m:
+        return _chunked(b, h, g, n, m, d, kd)
+    q, k, v = torch.randn(b, n, h * d + g * kd + g * d).split([h * d, g * kd, g * d], -1)  # of one projection
+    q, k, v = q.unflatten(-1, (h, d)), k.unflatten(-1, (g, kd)), v.unflatten(-1, (g, d))
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 def _chunked(b: int, h: int, g: int, n: int, m: int, d: int, kd: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -203,15 +198,19 @@ def _infinite(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.where(seen, torch.randn(shape[2:]), -math.inf).to(dtype)
 
 
+def _additive(seen: Tensor, low: float, dtype: torch.dtype) -> Tensor:
+    """A mask that adds `low` to what is not seen."""
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, low)
+
+
 def _lowest(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    low = torch.finfo(dtype).min
     seen = torch.rand(shape) > 0.4
     seen[-1, -1, -1] = False
-    return torch.zeros(shape, dtype=dtype).masked_fill(~seen, low)
+    return _additive(seen, torch.finfo(dtype).min, dtype)
 
 
 def _hundred(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.where(torch.rand(shape[0], 1, *shape[2:]) > 0.4, 0.0, -100.0).to(dtype)
+    return _additive(torch.rand(shape[0], 1, *shape[2:]) > 0.4, -100.0, dtype)
 
 
 def _bias(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -224,21 +223,12 @@ def _all_blind(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return seen
 
 
-def _additive_keys(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.where(_all_blind(shape, dtype), 0.0, -math.inf).to(dtype)
-
-
-def _lowest_keys(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    seen = _all_blind(shape, dtype)
-    return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
-
-
 Mask = Callable[[tuple[int, ...], torch.dtype], Tensor]
 KEY_MASKS: Mapping[str, Mask] = {
     "keys": _keys,
     "sample without keys": _all_blind,
-    "keys, -inf": _additive_keys,
-    "keys, finfo.min": _lowest_keys,
+    "keys, -inf": lambda shape, dtype: _additive(_all_blind(shape, dtype), -math.inf, dtype),
+    "keys, finfo.min": lambda shape, dtype: _additive(_all_blind(shape, dtype), torch.finfo(dtype).min, dtype),
 }
 FULL_MASKS: Mapping[str, Mask] = {
     "boolean with blind rows": _blind,
@@ -256,11 +246,7 @@ def masks_of(subject: Subject) -> list[str]:
 
 @dataclass(frozen=True)
 class Cell:
-    """A mechanism on certain tensors.
-
-    Attributes:
-        tokens: the length of q, and of k unless `cross`.
-    """
+    """A mechanism on certain tensors; with `cross` there are other numbers of queries and keys."""
 
     subject: Subject
     layout: str = "contiguous"
@@ -283,8 +269,6 @@ class Made:
 
     slack: float = 4
     """How many times the error of the plain formula is allowed."""
-    one_graph: bool = True
-    """Whether torch.compile(dynamic=True) must compile once for all lengths."""
 
     def __init__(self, cell: Cell, seed: int = 0) -> None:
         self.cell, subject = cell, cell.subject
@@ -349,8 +333,7 @@ class Made:
     def call(self, parameters: Mapping[str, Tensor], *tensors: Tensor, weights: bool = False) -> Tensor:
         """The module as a function of its parameters too; with `weights` by `forward_with_logits`."""
         more = {"weights": True} if weights else {}
-        out: Tensor = torch.func.functional_call(self.module, dict(parameters), tensors, more)
-        return out
+        return torch.func.functional_call(self.module, dict(parameters), tensors, more)
 
     def reference(
         self, parameters: Mapping[str, Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
@@ -363,10 +346,8 @@ class Made:
 
         torch.manual_seed(self.seed)  # the same draws as `seeded`
         with mock.patch.object(torch, "randn", draw):
-            out: Tensor = torch.func.functional_call(
-                self.module, {**self.buffers, **parameters}, (q, k, v, mask), {"plain": True}
-            )
-        return out
+            state = {**self.buffers, **parameters}
+            return torch.func.functional_call(self.module, state, (q, k, v, mask), {"plain": True})
 
     def seeded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, with the generator that pgqa draws from seeded before each call."""
@@ -376,10 +357,6 @@ class Made:
             return function(*args, **options)
 
         return call
-
-    def copy(self) -> nn.Module:
-        """A module of its own state."""
-        return copy.deepcopy(self.module)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -410,12 +387,15 @@ def gradients(
     """The output, and its gradients by q, k, v, an additive mask and every parameter."""
     leaves = [leaf(x, dtype) for x in tensors]
     learned = {name: leaf(x, dtype) for name, x in parameters.items()}
-    out = function(learned, *leaves)
-    sources = differentiable(leaves, learned)
+    return with_gradients(function(learned, *leaves), differentiable(leaves, learned))
+
+
+def with_gradients(out: Tensor, sources: Sequence[Tensor], weight: Tensor | None = None) -> list[Tensor]:
+    """The output, and its gradients by the sources, zeros where it does not depend on one; weight: of the output."""
     if not out.requires_grad:
-        return [out, *(torch.zeros_like(x) for x in sources)]
-    found = torch.autograd.grad(out, sources, weight_of(out), allow_unused=True)
-    return [out.detach(), *(torch.zeros_like(x) if g is None else g for x, g in zip(sources, found, strict=True))]
+        return [out, *map(torch.zeros_like, sources)]
+    weight = weight_of(out) if weight is None else weight
+    return [out.detach(), *torch.autograd.grad(out, sources, weight, materialize_grads=True)]
 
 
 def differentiable(leaves: Sequence[Tensor], learned: Mapping[str, Tensor]) -> list[Tensor]:

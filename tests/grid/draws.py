@@ -15,7 +15,7 @@ from quest_core import AttentionConfig
 from quest_core import ops as blocks
 from quest_core.mechanisms import aft_ops, linear
 
-from .cases import BY_NAME, DTYPES, Cell, Made, bounds, compare, leaf, rough, weight_of
+from .cases import BY_NAME, DTYPES, Cell, Made, bounds, compare, leaf, rough, weight_of, with_gradients
 
 Pick = Callable[[Sequence[Any]], Any]
 """Chooses one of several options."""
@@ -89,9 +89,6 @@ class Example:
 
 SCORES = ("standard", "quest", "quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm", "elliptical", "elliptical-quest")
 SIZES = (0, 1, 1, 2, 3, 5, 7, 11, 13, 16, 31, 64, 67, 97)
-FIRST = 29
-"""Tokens of the first call of a graph for all lengths. It, FIRST - 8 and FIRST + 8 equal no other size, because
-torch.compile takes equal sizes for one."""
 KINDS = ("boolean", "-inf", "finfo.min", "-100", "bias")
 MASK_LAYOUTS = ("contiguous", "transposed", "slice", "expanded")
 GRADS = ("tokens first", "contiguous", "expanded", "features first")
@@ -101,7 +98,6 @@ def example(pick: Pick, transforms: Sequence[str] = ("eager",)) -> Example:
     """Draw an example."""
     transform = pick(transforms)
     lengths = SIZES if transform == "eager" else (2, 3, 5, 7, 13, 31, 67)
-    more: dict[str, Any] = {}
     heads = pick((1, 2, 3, 4, 6, 8))
     groups, n, m = heads, pick(lengths), pick(lengths)
     dim = pick((1, 2, 3, 5, 8, 16, 24))
@@ -166,13 +162,11 @@ def example(pick: Pick, transforms: Sequence[str] = ("eager",)) -> Example:
     else:
         shape = (*(pick((True, False)) for _ in range(3)), pick((False, False, False, True)))
     # Second derivatives in a narrow type are often the difference of sums that are rounded worse than it is large.
-    dtype = pick({"ONNX": DTYPES[:2], "second derivative": DTYPES[:1]}.get(transform, DTYPES))
+    dtype = pick(DTYPES[:1] if transform == "second derivative" else DTYPES)
     shared = pick((True, False, False))
     more = {name: strides(pick) for name in "qkv"}
     if pick((False,) * 7 + (True,)):  # of q only: PyTorch refuses a gradient by windows of k or v in bfloat16
         more["q"] = Strides(windows=pick((1, 2)))
-    if transform in ("export", "ONNX"):  # PyTorch itself fixes a length where an example input has gaps in memory
-        more = {name: Strides() for name in "qkv"}
     widens = mask != "none" and transform == "eager" and "pgqa" not in spec  # whose noise is drawn in the wider type
     return Example(
         spec, heads, groups, pick((1, 2, 2, 3, 0) if transform == "eager" else (1, 2, 3)), n, m, dim,
@@ -207,9 +201,6 @@ class MadeOf(Made):
         # Among thousands of draws some are rounded much worse than the plain formula in another type. A wrong formula
         # is further off than any rounding in float64.
         self.slack = 1000 if one.dtype == torch.float64 else 32
-        if one.dtype == torch.float64 and one.transform == "ONNX":  # whose exporter rounds 1/√D to float32
-            self.slack = 32 * torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps
-        self.one_graph = one.q.windows is None  # PyTorch compiles for each order of strides that overlap
         self.heads, self.single = one.heads, one.n < 2 or "aft-conv" in one.spec
         self.config = AttentionConfig.parse(one.spec)
         self.groups, self.batch, self.dim, self.key_dim = one.groups, one.batch, one.dim, one.key_dim
@@ -233,15 +224,13 @@ class MadeOf(Made):
         return (q * k / math.sqrt(self.dim) if self.config["score"] == "standard" else max(q, k)) / eps
 
     def lengths(self) -> Sequence[int]:
-        return (self.one.n,) if self.single else (FIRST, self.one.n, self.one.n + 1)
+        return (self.one.n,) if self.single else (self.one.n, self.one.n + 1)
 
     def tensors(self, tokens: int | None = None, seed: int = 0) -> tuple[Tensor, ...]:
         one = self.one
         torch.manual_seed(self.seed + 1 + seed)
         n = one.n if tokens is None else tokens
         m = n - one.n + one.m
-        if n == FIRST and one.m != one.n:  # a graph may hold for fewer keys than queries only, or for more
-            m = FIRST + 8 if one.m > one.n else FIRST - 8
         q = one.q.make((one.batch, one.heads, n, one.dim), one.dtype, one.factor)
         if one.shared:
             both = one.k.make((one.batch, one.groups, m, one.key_dim + one.dim_v), one.dtype, one.factor)
@@ -302,16 +291,11 @@ def run(one: Example) -> None:
         learned = {name: leaf(x, dtype, one.wants[4]) for name, x in made.named().items()}
         out = function(learned, *leaves)
         sources = [x for x in (*leaves, *learned.values()) if x.requires_grad]
-        if not sources:
-            if out.requires_grad:
-                raise AssertionError("the output requires a gradient though no input does")
-            return [out]
-        if not out.requires_grad:
-            return [out, *(torch.zeros_like(x) for x in sources)]
-        found = torch.autograd.grad(out, sources, _weight(out, one.grad), allow_unused=True)
-        return [out.detach(), *(torch.zeros_like(x) if g is None else g for x, g in zip(sources, found, strict=True))]
+        if not sources and out.requires_grad:
+            raise AssertionError("the output requires a gradient though no input does")
+        return with_gradients(out, sources, _weight(out, one.grad))
 
-    with _blocks(one.block) if one.block else contextlib.nullcontext():
+    with in_blocks(one.block) if one.block else contextlib.nullcontext():
         got = results(made.seeded(made.call), dtype)
     exact, plain = results(made.reference, torch.float64), results(made.reference, rough(made))
     what = ["output", *(f"gradient {i}" for i in range(len(got) - 1))]
@@ -323,7 +307,7 @@ def run(one: Example) -> None:
 
 
 @contextlib.contextmanager
-def _blocks(rows: int) -> Iterator[None]:
+def in_blocks(rows: int) -> Iterator[None]:
     """Small tensors are taken in blocks as large ones are."""
     sizes = {"PLAIN_WEIGHTS": 1, "BLOCK_WEIGHTS": 1, "BLOCK_ROWS": rows}
     with (

@@ -117,14 +117,13 @@ def recorded(results: Sequence[Result]) -> dict[str, str]:
 
 @functools.cache
 def _committed() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(PATH.read_text()) if PATH.exists() else {}
+    found = json.loads(PATH.read_text())
     return found if found.get("torch") == ".".join(map(str, VERSION)) else {}
 
 
 def committed(subject: Subject, transform: str) -> dict[str, str] | None:
     """Return the documented outcome, None if it is that of another PyTorch."""
-    found: dict[str, str] | None = _committed().get("rows", {}).get(subject.name, {}).get(transform)
-    return found
+    return _committed().get("rows", {}).get(subject.name, {}).get(transform)
 
 
 def main() -> int:

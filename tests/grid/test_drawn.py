@@ -32,14 +32,14 @@ def settle(one):
 
 
 @given(st.data())
-def test_any_combination(data):
+def test_any_combination_is_right_or_refused(data):
     settle(example(functools.partial(draw, data)))
 
 
 @pytest.mark.parametrize("transform", TRANSFORMED)
 @settings(max_examples=SHARE)
 @given(st.data())
-def test_any_combination_transformed(transform, data):
+def test_any_combination_transformed_is_right_or_refused(transform, data):
     settle(example(functools.partial(draw, data), (transform,)))
 
 

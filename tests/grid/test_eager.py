@@ -21,7 +21,7 @@ def run(cell):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda s: s.name)
-def test_layouts(subject, layout):
+def test_every_layout_equals_the_reference(subject, layout):
     for dtype in (torch.float64, lower(SUBJECTS.index(subject) + list(LAYOUTS).index(layout))):
         run(Cell(subject, layout, dtype))
 
@@ -62,7 +62,7 @@ OVERLAPPING = {  # shape, strides
 
 @pytest.mark.parametrize("layout", OVERLAPPING)
 @pytest.mark.parametrize("name", ["standard", "quest"])
-def test_overlapping_queries(name, layout):
+def test_overlapping_queries_give_what_their_copies_give(name, layout):
     """PyTorch's kernel gives such an output strides in which it writes past its rows."""
     shape, strides = OVERLAPPING[layout]
     q = torch.randn(500).as_strided(shape, strides)

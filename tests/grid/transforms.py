@@ -6,10 +6,11 @@ Every function takes a `Made` and returns nothing, or a note on what it could no
 import contextlib
 import copy
 import dataclasses
+import functools
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import quest_core
 from devtools import versions
@@ -37,6 +39,7 @@ from .cases import (
     rough,
     wanted,
     weight_of,
+    with_gradients,
 )
 
 
@@ -100,25 +103,13 @@ def compile_dynamic(made: Made, backend: str = "aot_eager") -> str | None:
         check(made, given, module_gradients(made, compiled, given))
         # The first call may take its graph twice: Dynamo starts over when a float turns out to be a constant.
         first = counting.frame_count if first is None else first
-        if made.one_graph and counting.frame_count != first:
+        if counting.frame_count != first:
             raise Deviation(f"a graph of its own for length {tokens}, after {made.lengths()[0]}")
     return None
 
 
-def compile_inductor(made: Made) -> str | None:
-    """torch.compile as users call it."""
-    return compile_static(made, "inductor")
-
-
-def compile_inductor_dynamic(made: Made) -> str | None:
-    """torch.compile(dynamic=True) as users call it."""
-    return compile_dynamic(made, "inductor")
-
-
 def _dynamic_shapes(made: Made, tensors: Sequence[Tensor]) -> dict[str, Any]:
-    most = (
-        70 if str(made.config.family).startswith("aft") else 512
-    )  # below the max_length of those that learn positions
+    most = 70 if str(made.config.family).startswith("aft") else 512  # below the max_length of learned positions
     n = torch.export.Dim("n", min=2, max=most)
     m = torch.export.Dim("m", min=2, max=most) if made.cell.cross else n
     shapes: dict[str, Any] = {"q": {2: n}, "k": {2: m}, "v": {2: m}}
@@ -150,7 +141,8 @@ def onnx(made: Made) -> str | None:
     versions.needs_torch("2.6", "torch.onnx.export(dynamo=True) of dynamic shapes")
     import onnxruntime
 
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), _quiet("torch.onnx"):
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns that torchvision is not installed
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         tensors = made.tensors()
         shapes = None if made.single else _dynamic_shapes(made, tensors)
@@ -163,18 +155,6 @@ def onnx(made: Made) -> str | None:
         (out,) = session.run(None, feed)
         check(made, given, [torch.from_numpy(out)])
     return None
-
-
-@contextlib.contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """Without the warnings of a logger, for example that torchvision is not installed."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def jit_trace(made: Made) -> str | None:
@@ -198,14 +178,8 @@ def jit_trace(made: Made) -> str | None:
 
 def module_gradients(made: Made, function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Output and gradients of a callable that holds the parameters itself."""
-    own = made.named()
     leaves = [x if not x.is_floating_point() else x.detach().requires_grad_() for x in tensors]
-    out = made.seeded(function)(*leaves)
-    sources = differentiable(leaves, own)
-    if not out.requires_grad:
-        return [out, *(torch.zeros_like(x) for x in sources)]
-    found = torch.autograd.grad(out, sources, weight_of(out), allow_unused=True)
-    return [out.detach(), *(torch.zeros_like(x) if g is None else g for x, g in zip(sources, found, strict=True))]
+    return with_gradients(made.seeded(function)(*leaves), differentiable(leaves, made.named()))
 
 
 # Fake tensors and recorded graphs.
@@ -225,7 +199,7 @@ def fake(made: Made) -> str | None:
         out = torch.func.functional_call(made.module, {**state, **learned}, tuple(leaves))
         sources = [*leaves[:3], *learned.values()]
         found = torch.autograd.grad(out, sources, torch.ones_like(out), allow_unused=True)
-    expected = [real[0], *real[1:4], *real[len(real) - len(learned) :][: len(learned)]]
+    expected = [*real[:4], *real[len(real) - len(learned) :]]
     for a, b in zip((out, *found), expected, strict=True):
         if a is not None and (a.shape != b.shape or a.dtype != b.dtype):
             raise Deviation(f"a fake result is {a.dtype} {list(a.shape)}, the real one {b.dtype} {list(b.shape)}")
@@ -250,9 +224,7 @@ def _recorded(made: Made, mode: str, lengths: Sequence[int]) -> str | None:
         state = dict(zip([*own, *buffers], flat, strict=False))
         tensors = flat[len(state) :]
         out = made.call(state, *tensors)
-        sources = [*tensors[:3], *flat[: len(own)]]
-        found = torch.autograd.grad(out, sources, weight_of(out), allow_unused=True)
-        return [out, *(torch.zeros_like(x) if g is None else g for x, g in zip(sources, found, strict=True))]
+        return with_gradients(out, [*tensors[:3], *flat[: len(own)]])
 
     def leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
         every = [*made.named().values(), *tensors]
@@ -388,10 +360,7 @@ def second_derivative(made: Made) -> str | None:
         first = torch.autograd.grad(out, sources, weight_of(out), create_graph=True, allow_unused=True)
         total = sum((weight_of_any(g) * g).sum() for g in first if g is not None)
         least = max([least, *(float(g.detach().abs().max()) for g in first if g is not None and g.numel())])
-        second = (
-            torch.autograd.grad(total, sources, allow_unused=True) if total.requires_grad else [None] * len(sources)
-        )
-        results.append([torch.zeros_like(x) if g is None else g for x, g in zip(sources, second, strict=True)])
+        results.append(with_gradients(total, sources, torch.ones_like(total))[1:])
     got, exact, plain = results
     what = [f"second derivative by {name}" for name in ("q", "k", "v", *made.named())]
     compare(got, exact, bounds(made, exact, plain, tensors, least), made.cell.dtype, what)
@@ -404,14 +373,8 @@ def weight_of_any(x: Tensor) -> Tensor:
 
 def second_derivative_math(made: Made) -> str | None:
     """As `second_derivative`, inside sdpa_kernel(SDPBackend.MATH), as our refusal says."""
-    with _math_kernel():
+    with sdpa_kernel(SDPBackend.MATH):
         return second_derivative(made)
-
-
-def _math_kernel() -> contextlib.AbstractContextManager[Any]:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    return sdpa_kernel(SDPBackend.MATH)
 
 
 def autocast(made: Made) -> str | None:
@@ -457,7 +420,7 @@ TRANSFORMS: Mapping[str, Callable[[Made], str | None]] = {
 }
 
 SLOW: Mapping[str, Callable[[Made], str | None]] = {
-    "inductor, one length": compile_inductor,
-    "inductor, any length": compile_inductor_dynamic,
+    "inductor, one length": functools.partial(compile_static, backend="inductor"),
+    "inductor, any length": functools.partial(compile_dynamic, backend="inductor"),
 }
 """Needs a C++ compiler, and seconds to minutes a cell."""
