@@ -21,7 +21,10 @@ def allocated(call: Callable[[], object]) -> int:
 
 
 class Largest(TorchDispatchMode):
-    """The elements of the largest tensor that any operation makes, inside our own operators too, and the sum of all."""
+    """The elements of the largest tensor that any operation makes, inside our own operators too, and the sum of all.
+
+    Views of tensors that an operation is given are not made.
+    """
 
     elements = made = 0
 
@@ -31,8 +34,9 @@ class Largest(TorchDispatchMode):
                 with self:
                     return own._init_fn(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         for x in tree_leaves(out):
-            if isinstance(x, Tensor):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given:
                 size = x.untyped_storage().nbytes() // x.element_size()
                 self.elements, self.made = max(self.elements, size), self.made + size
         return out
