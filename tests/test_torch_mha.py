@@ -145,7 +145,7 @@ def test_self_attention_equals_torch_in_every_layout():
         torch.testing.assert_close(wb, wa)
 
 
-def test_causal_hint():
+def test_is_causal_means_the_causal_mask():
     stock, ours = pair(batch_first=True)
     x = inputs(stock)[0]
     mask = nn.Transformer.generate_square_subsequent_mask(5)
@@ -163,47 +163,15 @@ def test_a_query_that_sees_nothing_gives_zero_weights():
     torch.testing.assert_close(out, ours.out_proj.bias.expand_as(out))
 
 
-@pytest.mark.parametrize("mask", ["none", "padding", "left-aligned padding"])
-@pytest.mark.parametrize("norm_first", [True, False])
-def test_no_native_fast_path_bypasses_it(mask, norm_first, monkeypatch):
-    """nn.TransformerEncoder in eval, without gradients, would run the native kernel on the raw weights."""
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, norm_first=norm_first)
-    encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=not norm_first)
-    stock = copy.deepcopy(encoder).eval()
-    model, _ = quest_core.inject(encoder, "quest")
-    calls = []
-    attend = quest_core.Mechanism.forward
-    monkeypatch.setattr(
-        quest_core.Mechanism, "forward", lambda self, *a, **k: (calls.append(1), attend(self, *a, **k))[1]
-    )
-    x = torch.randn(2, 6, 8)
-    padding = None
-    if mask != "none":
-        padding = torch.zeros(2, 6, dtype=torch.bool)
-        padding[0, 4:] = True
-        if mask == "padding":
-            padding[1, 0] = True
-    real = slice(None) if padding is None else ~padding
-    model.train()
-    want = model(x, src_key_padding_mask=padding)[real]
-    model.eval()
-    with torch.no_grad():
-        got = model(x, src_key_padding_mask=padding)[real]
-        plain = stock(x, src_key_padding_mask=padding)[real]
-    assert len(calls) == 6
-    torch.testing.assert_close(got, want)
-    assert not torch.allclose(got, plain)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"attn_mask": torch.zeros(5, 5, dtype=torch.bool)}, r"attn_mask has shape \[5, 5\].*\[5, 7\]"),
         ({"key_padding_mask": torch.zeros(2, 5, dtype=torch.bool)}, r"key_padding_mask has shape .*\[2, 7\]"),
+        ({"key_padding_mask": torch.zeros(2, 7, dtype=torch.long)}, "key_padding_mask is torch.int64"),
     ],
 )
-def test_masks_of_the_wrong_shape_are_named(options, message):
+def test_wrong_masks_are_named(options, message):
     stock, ours = pair("quest", batch_first=True)
     with pytest.raises(quest_core.InputError, match=message):
         ours(*inputs(stock), **options)
@@ -290,14 +258,7 @@ def test_one_graph_serves_all_lengths_with_masks(mask):
     assert len(graphs) == 1
 
 
-def test_integer_masks_are_refused():
-    _, ours = pair("sinkhorn", batch_first=True)
-    x = inputs(ours)[0]
-    with pytest.raises(quest_core.InputError, match="key_padding_mask is torch.int64"):
-        ours(x, x, x, key_padding_mask=torch.zeros(2, 5, dtype=torch.long))
-
-
-def test_masks_of_a_wider_type():
+def test_masks_of_a_wider_type_do_not_widen_the_output():
     ours = MultiheadAttention(12, 4, batch_first=True, attention="quest", dtype=torch.bfloat16)
     x, mask = torch.randn(2, 5, 12).bfloat16(), torch.zeros(5, 5)
     for need_weights in (True, False):
