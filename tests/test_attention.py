@@ -1,10 +1,12 @@
 """The Attention module: projections, cross-attention, masks and the cache."""
 
 import copy
+import functools
 import pickle
 
 import pytest
 import torch
+from models import Around
 
 import quest_core
 from quest_core import Attention, Cache
@@ -91,9 +93,9 @@ def test_dropout_only_while_training():
         (lambda: Attention(8, 4, head_dim=-8), "head_dim is -8"),
         (lambda: Attention(8, 4, head_dim=2.5), "head_dim is 2.5"),
         (lambda: Attention(8, 4, context_dim=0), "context_dim is 0"),
+        (lambda: Attention(8, 1, "qknorm-hs(init=200)"), "init is 200, above cap=100"),
         (lambda: quest_core.Cache(max_length=0), "max_length is 0"),
         (lambda: quest_core.Cache(max_length=2.5), "max_length is 2.5; it is a whole number of at least 1"),
-        (lambda: Attention(8, 1, "qknorm-hs(init=200)"), "init is 200, above cap=100"),
         (lambda: quest_core.Cache(max_length="9"), "max_length is '9'"),
     ],
 )
@@ -161,12 +163,8 @@ def test_nothing_gives_nothing(batch, tokens):
 
 @pytest.mark.parametrize("shape", [(0, 6, 32), (2, 0, 32)])
 def test_nothing_through_a_host_that_calls_scaled_dot_product_attention(shape):
-    class Host(torch.nn.Module):
-        def forward(self, x):
-            q = x.unflatten(-1, (4, 8)).transpose(1, 2)
-            return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-
-    model = quest_core.inject(Host(), "quest", example=torch.randn(2, 6, 32))[0]
+    model = Around(functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True), 32, heads=4)
+    quest_core.inject(model, "quest", example=torch.randn(2, 6, 32))
     assert model(torch.randn(shape)).shape == (shape[0], 4, shape[1], 8)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from models import encoder
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -29,7 +30,7 @@ State = dict[str, Tensor]
 
 
 def model(attention, layers=2):
-    made = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 4, 16, 0.0), layers, enable_nested_tensor=False)
+    made = encoder(8, layers=layers)
     return made if attention is None else quest_core.inject(made, attention)[0]
 
 
@@ -37,8 +38,7 @@ def through_a_file(state):
     stored = io.BytesIO()
     torch.save(state, stored)
     stored.seek(0)
-    read_back = torch.load(stored, weights_only=True)
-    return read_back
+    return torch.load(stored, weights_only=True)
 
 
 TREATMENTS: dict[str, Callable[[State], State]] = {
@@ -288,9 +288,6 @@ def test_a_model_on_the_meta_device_is_whole_after_its_weights_are_assigned(trai
 
 
 def test_what_a_checkpoint_lacks_is_missing_on_the_meta_device():
-    def encoder():
-        return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 1)
-
     with torch.device("meta"):
         model, _ = quest_core.inject(encoder(), "dgqa(kv_heads=2)", attention_from="standard")
     with pytest.raises(RuntimeError, match=r"Missing key\(s\).*grouping\.norms"):

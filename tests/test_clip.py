@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from models import Around
+from models import Around, encoder
 from torch import nn
 
 import quest_core
 
 
-def model(attention=None, width=16):
+def model(attention=None):
     torch.manual_seed(0)
-    made = nn.TransformerEncoder(nn.TransformerEncoderLayer(width, 2, 32, batch_first=True, dropout=0), 2)
+    made = encoder(heads=2)
     for layer in made.layers:
         nn.init.normal_(layer.self_attn.in_proj_weight, std=2)
     if attention:
@@ -58,7 +58,7 @@ def test_heads_below_the_threshold_keep_their_weights():
         (None, float("nan"), "nan"),
     ],
 )
-def test_errors(attention, threshold, words):
+def test_models_and_thresholds_that_cannot_be_clipped_are_named(attention, threshold, words):
     with pytest.raises(quest_core.ConfigError, match=words):
         quest_core.QKClip(model(attention), threshold)
 

@@ -23,10 +23,10 @@ from quest_toy.adapter import FusedAttention, ToyAdapter  # noqa: E402
 
 
 class TestTorchEncoder(AdapterConformance, sites=2):
-    adapter = TorchAdapter()
+    adapter, dropout = TorchAdapter(), 0.1
 
     def make_model(self):
-        layer = nn.TransformerEncoderLayer(16, 4, 32, 0.1, batch_first=True)
+        layer = nn.TransformerEncoderLayer(16, 4, 32, self.dropout, batch_first=True)
         return nn.TransformerEncoder(layer, 2)
 
     def make_inputs(self):
@@ -42,11 +42,8 @@ class TestTorchEncoder(AdapterConformance, sites=2):
 class TestTorchEncoderWithoutDropout(TestTorchEncoder):
     """Without dropout on the weights, mechanisms without weights apply too."""
 
+    dropout = 0.0
     mechanisms = (*AdapterConformance.mechanisms, "linear", "cosine", "aft-simple", "aft-full", "aft-local")
-
-    def make_model(self):
-        layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True)
-        return nn.TransformerEncoder(layer, 2)
 
 
 class TestTorchDecoder(AdapterConformance, sites=4):

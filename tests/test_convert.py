@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Around
+from models import Around, encoder
 from torch import nn
 
 import quest_core
@@ -32,8 +32,7 @@ def even_keys(**settings):
 
 
 def model(layers=2):
-    layer = nn.TransformerEncoderLayer(E, H, 16, 0.1, batch_first=True)
-    made = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+    made = encoder(E, H, layers, dropout=0.1)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if "in_proj" in name:
@@ -122,8 +121,7 @@ def test_batches_are_run_as_the_example_of_inject():
             self.encoder = model()
 
         def forward(self, x, *, scale=1.0):
-            out = self.encoder(x * scale)
-            return out
+            return self.encoder(x * scale)
 
     stock, x = Named(), torch.randn(2, 5, E)
     batches = [{"x": x, "scale": 2.0}, (2 * x,), 2 * x, lambda module: module(x, scale=2.0)]

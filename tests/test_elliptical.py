@@ -5,6 +5,7 @@ import math
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
+import models
 import pytest
 import torch
 from torch import nn
@@ -100,8 +101,7 @@ def test_an_unlinked_layer_refuses_to_run():
 
 def encoder(name, layers=3):
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True)
-    model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+    model = models.encoder(layers=layers)
     for i, parameter in enumerate(model.parameters()):  # layers that differ
         with torch.no_grad():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)))

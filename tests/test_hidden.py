@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from models import Call
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -114,12 +115,6 @@ def test_decoding_honors_masks_of_pairs():
 
 
 def test_the_universal_route_refuses_a_mask_with_is_causal():
-    class Both(nn.Module):
-        def forward(self, x):
-            q = x.unflatten(-1, (4, 8)).transpose(1, 2)
-            mask = None if x.shape[1] == 1 else PAST
-            return nn.functional.scaled_dot_product_attention(q, q, q, mask, is_causal=mask is not None)
-
-    model = quest_core.inject(Both(), "quest", example=torch.randn(1, 1, 32))[0]
+    model = quest_core.inject(Call(), "quest", example=torch.randn(1, 4, 1, 8))[0]
     with pytest.raises(InputError, match="attn_mask and is_causal are both given"):
-        model(torch.randn(2, N, 32))
+        model(torch.randn(2, 4, N, 8), mask=PAST, is_causal=True)

@@ -7,9 +7,9 @@ import weakref
 from dataclasses import replace
 from typing import ClassVar
 
+import models
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import quest_core
@@ -20,10 +20,13 @@ from quest_core.hosts.torch import TorchAdapter
 from quest_core.notices import LOGGER, say
 
 
+class OddAttention(nn.Module):
+    pass
+
+
 def encoder(layers=2):
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(8, 4, 16, 0.1, batch_first=True)
-    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+    return models.encoder(8, layers=layers, dropout=0.1)
 
 
 @pytest.mark.parametrize("attention", ["quest", "quest+gqa(kv_heads=2)", "quest+kdgqa(kv_heads=2)", "mqa"])
@@ -89,11 +92,7 @@ def test_training_mode_type_and_frozen_parameters_are_kept():
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_an_attention_without_parameters_follows_the_module_around_it(frozen):
-    class Weigh(nn.Module):
-        def forward(self, x):
-            return F.scaled_dot_product_attention(x, x, x)
-
-    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8).requires_grad_(not frozen), Weigh()))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8).requires_grad_(not frozen), models.Call()))
     x = torch.randn(2, 1, 5, 8)
     quest_core.inject(model, "qknorm-ds", example=x)
     own = [p for name, p in model.named_parameters() if "mechanism" in name]
@@ -102,9 +101,6 @@ def test_an_attention_without_parameters_follows_the_module_around_it(frozen):
 
 
 def test_a_model_without_attention_is_an_error():
-    class OddAttention(nn.Module):
-        pass
-
     with pytest.raises(InjectionError, match=r"Sequential has no attention .* look like attention: OddAttention"):
         quest_core.inject(nn.Sequential(nn.Linear(2, 2), OddAttention()), "quest")
 
@@ -164,18 +160,15 @@ def test_the_report_names_the_norm_of_keys_that_a_run_showed():
 def snapshot(model):
     """Everything that a model is made of, by identity; tensors by value too."""
     modules = [
-        (m, type(m), dict(vars(m)), {k: dict(v) for k, v in vars(m).items() if isinstance(v, dict)})
-        for m in model.modules()
-    ]
-    return [
         (
             id(m),
-            kind,
-            {k: id(v) for k, v in attributes.items()},
-            {k: {n: id(x) for n, x in v.items()} for k, v in inner.items()},
+            type(m),
+            {k: id(v) for k, v in vars(m).items()},
+            {k: {n: id(x) for n, x in v.items()} for k, v in vars(m).items() if isinstance(v, dict)},
         )
-        for m, kind, attributes, inner in modules
-    ], copy.deepcopy(model.state_dict())
+        for m in model.modules()
+    ]
+    return modules, copy.deepcopy(model.state_dict())
 
 
 def assert_same(one, other):
@@ -410,10 +403,6 @@ def test_a_model_that_takes_no_attributes_can_be_injected():
 def test_flags_are_no_texts(flag):
     with pytest.raises(ConfigError, match=rf"{flag} is 'false'; write True or False"):
         quest_core.inject(encoder(), "quest", **{flag: "false"})
-
-
-class OddAttention(nn.Module):
-    pass
 
 
 def test_a_partial_replacement_must_be_meant():

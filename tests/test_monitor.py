@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 
+import models
 import pytest
 import torch
 from allocations import Largest
@@ -250,8 +251,7 @@ def test_a_normalizer_from_elsewhere_is_asked_for_its_weights():
 
 
 def encoder(attention="quest"):
-    layer = nn.TransformerEncoderLayer(8, 4, 16, 0.1, batch_first=True)
-    return quest_core.inject(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), attention)[0]
+    return quest_core.inject(models.encoder(8, dropout=0.1), attention)[0]
 
 
 def test_passes_are_put_together_by_tokens():

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Around
+from models import Around, Call
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
@@ -138,11 +138,6 @@ def test_the_causal_biases_of_torch_are_masks(attention, bias):
     torch.testing.assert_close(found, quest_core.attention(q, k, v, attention, attn_mask=dense))
 
 
-class Shapes(nn.Module):
-    def forward(self, q, k, v, mask=None, **options):
-        return F.scaled_dot_product_attention(q, k, v, mask, **options)
-
-
 SHAPES = {
     "wide values": ((3, 2, 4, 8), (3, 2, 6, 8), (3, 2, 6, 5)),
     "latents: one query batch for all keys": ((1, 2, 4, 8), (3, 2, 6, 8)),
@@ -183,7 +178,7 @@ def test_a_routed_call_takes_the_shapes_of_stock(attention, name):
     q, k, v = (torch.randn(shape) for shape in (*SHAPES[name], SHAPES[name][1])[:3])
     options = {"enable_gqa": True} if "gqa" in name else {}
     stock = F.scaled_dot_product_attention(q, k, v, **options)
-    made, _ = quest_core.inject(nn.Sequential(Shapes()), attention, example=lambda m: m[0](q, k, v, **options))
+    made, _ = quest_core.inject(nn.Sequential(Call()), attention, example=lambda m: m[0](q, k, v, **options))
     repeated = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) if options else x for x in (k, v))
     axes = stock.dim()
     wide = [x[(None,) * (axes - x.dim())].expand(*stock.shape[:-2], -1, -1) for x in (q, *repeated)]
@@ -209,7 +204,7 @@ def test_nested_tensors_are_refused_when_the_attention_is_injected():
     """They were refused at the first call after it."""
     q = torch.nested.nested_tensor([torch.randn(3, 2, 8), torch.randn(5, 2, 8)], layout=torch.jagged).transpose(1, 2)
     with pytest.raises(quest_core.UnsupportedError, match="nested"):
-        quest_core.inject(nn.Sequential(Shapes()), "quest", example=lambda m: m[0](q, q, q))
+        quest_core.inject(nn.Sequential(Call()), "quest", example=lambda m: m[0](q, q, q))
 
 
 def test_attention_with_projections_of_the_host_is_not_left_silently():

@@ -3,15 +3,14 @@
 from pathlib import Path
 
 import torch
-from torch import nn
+from models import encoder
 
 import quest_core
 from devtools.support import check
 
 
-def loss(attention, **layer):
-    made = nn.TransformerEncoderLayer(16, 4, batch_first=True, **layer)
-    model, _ = quest_core.inject(nn.TransformerEncoder(made, 2, enable_nested_tensor=False), attention)
+def loss(attention, dropout=0.1):
+    model, _ = quest_core.inject(encoder(dropout=dropout), attention)
     return model(torch.randn(2, 9, 16)).pow(2).mean()
 
 

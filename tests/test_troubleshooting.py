@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import encoder
 from torch import nn
 
 import quest_core
@@ -24,11 +25,6 @@ HEADINGS = re.findall(r"^### `(.+)`$", PAGE.read_text(), re.MULTILINE)
 
 class HouseAttention(nn.Module):
     """An attention by its name that no adapter knows."""
-
-
-def encoder(dropout=0.0):
-    layer = nn.TransformerEncoderLayer(16, 2, batch_first=True, dropout=dropout)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
 def injected(attention):
@@ -102,7 +98,7 @@ PRODUCERS: dict[str, Callable[[], object]] = {
     "has no attention that": lambda: quest_core.inject(nn.Linear(2, 2), "quest"),
     "would replace": lambda: quest_core.inject(nn.ModuleList([encoder(), HouseAttention()]), "quest"),
     "in its place does not have": kept,
-    "attention dropout": lambda: quest_core.inject(encoder(0.1), "linear"),
+    "attention dropout": lambda: quest_core.inject(encoder(dropout=0.1), "linear"),
     "is wrapped in": lambda: quest_core.inject(nn.DataParallel(encoder()), "quest"),
     "no plugin for": lambda: quest_core.inject(encoder(), "quest", adapter="nothing"),
     "this checkpoint was trained": lambda: injected("sigmoid").load_state_dict(injected("quest").state_dict()),

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as flex
 import torch.nn.functional as F
+from models import Around, Call
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
@@ -208,17 +209,6 @@ def test_quest_equals_its_formula(make):
     assert {row.adapter for row in report.replacements} == {"universal"}
 
 
-class Plain(nn.Module):
-    """Only the call, with what the test says."""
-
-    def __init__(self, **said):
-        super().__init__()
-        self.said = said
-
-    def forward(self, q, k, v, attn_mask=None):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, **self.said)
-
-
 def test_the_cache_of_the_host_decodes_as_the_whole_sequence():
     model, (x,) = llama()
     quest_core.inject(model, "quest", example=x)
@@ -278,7 +268,7 @@ class PackedAttention(nn.Module):
 
 
 @pytest.mark.parametrize("how", [{}, {"weights": False}, {"separate": False}, {"added": True}], ids=str)
-def test_multi_head_attention_forward(how):
+def test_multi_head_attention_forward_equals_the_formula(how):
     model, x = nn.Sequential(PackedAttention(**how)).double(), torch.randn(2, 5, 32).double()
     mask, padding = torch.rand(5, 5).triu(1) > 0.2, torch.arange(5) >= torch.tensor([5, 3])[:, None]
     stock = copy.deepcopy(model)
@@ -686,15 +676,10 @@ class Derived(nn.Module):
         return Apart.apply(x, x, x)
 
 
-class Fused(nn.Module):
-    def forward(self, x):
-        return F.scaled_dot_product_attention(x, x, x)
-
-
 @pytest.mark.parametrize(("kind", "why"), [(Nested, "nested tensors"), (Derived, "whose derivative would stay")])
 def test_a_call_that_is_not_understood_is_an_error_or_stays(kind, why):
     x = torch.randn(2, 4, 5, 8)
-    model = nn.Sequential(Fused(), kind())
+    model = nn.Sequential(Call(), kind())
     with pytest.raises(UnsupportedError, match=rf"'1' \({kind.__name__}\): it .*{why}.*allow_partial=True"):
         quest_core.inject(model, "quest", example=x)
     _, report = quest_core.inject(model, "quest", example=x, allow_partial=True)
@@ -708,15 +693,11 @@ def test_queries_of_a_decoder_do_not_meet_when_they_attend_across():
     class Decoder(nn.Module):
         def __init__(self, is_causal):
             super().__init__()
-            self.self_attn, self.cross_attn = Attend(), Attend()
+            self.self_attn, self.cross_attn = Call(), Call()
             self.is_causal = is_causal
 
         def forward(self, x, context):
-            return self.cross_attn(self.self_attn(x, x, is_causal=self.is_causal), context)
-
-    class Attend(nn.Module):
-        def forward(self, x, context, is_causal=False):
-            return F.scaled_dot_product_attention(x, context, context, is_causal=is_causal)
+            return self.cross_attn(self.self_attn(x, is_causal=self.is_causal), context, context)
 
     example = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 7, 8)
     choice = {"self_attn": "quest", "cross_attn": "quest+sinkhorn"}
@@ -737,148 +718,102 @@ def test_another_path_through_the_forward_is_an_error():
         model(x, fused=False)
 
 
-class Scaled(nn.Module):
-    """Multiplies queries and keys before the call, by factors whose product with `scale` is 1/√D."""
+def rotated(x):
+    """RoPE by tables that the host makes and scales in its forward."""
+    angles = torch.arange(x.shape[2])[:, None] * torch.tensor([1.0, 0.1, 1.0, 0.1]) * 1.0
+    return x * (angles.cos() * 1.0) + torch.cat((-x[..., 2:], x[..., :2]), -1) * (angles.sin() * 1.0)
 
-    def __init__(self, of_q, of_k, scale, normed=False, flex=False):
-        super().__init__()
-        self.qkv, self.of_q, self.of_k, self.scale = nn.Linear(16, 48), of_q, of_k, scale
-        self.normed, self.flex = normed, flex
 
-    def forward(self, x):
-        q, k, v = (split(y, 4) for y in self.qkv(x).chunk(3, -1))
-        q = F.normalize(q, dim=-1) if self.normed else q
-        if self.of_q != 1:
-            q = q * self.of_q
-        k = k if self.of_k == 1 else k * self.of_k
-        if self.flex:
-            return flex.flex_attention(q, k, v, scale=self.scale)
-        return F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+def sdpa(q, k, v, scale=1.0):
+    return F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+
+SCALED = {  # a host, and one that leaves the scale to the call
+    "queries": (lambda q, k, v: sdpa(q * 0.5, k, v), F.scaled_dot_product_attention),
+    "keys": (lambda q, k, v: sdpa(q, k * 0.5, v), F.scaled_dot_product_attention),
+    "both": (lambda q, k, v: sdpa(q * 2**-0.5, k * 2**-0.5, v), F.scaled_dot_product_attention),
+    "queries before RoPE": (
+        lambda q, k, v: sdpa(rotated(q * 0.5), rotated(k), v),
+        lambda q, k, v: sdpa(rotated(q), rotated(k), v, None),
+    ),
+}
 
 
 @pytest.mark.parametrize("attention", ["quest", "qnorm", "sigmoid", "quest+sinkhorn", "linear"])
-@pytest.mark.parametrize(("of_q", "of_k", "scale"), [(0.5, 1, 1.0), (2**-0.5, 2**-0.5, 1.0), (1, 0.5, 1.0)])
-def test_a_scale_that_the_host_puts_on_queries_or_keys_is_undone(attention, of_q, of_k, scale):
-    torch.manual_seed(0)
-    plain, x = Scaled(1, 1, None), torch.randn(2, 5, 16)
-    host = Scaled(of_q, of_k, scale)
+@pytest.mark.parametrize("name", SCALED)
+def test_a_scale_that_the_host_puts_on_queries_or_keys_is_undone(attention, name):
+    host, plain = (Around(attend, heads=4) for attend in SCALED[name])
     host.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 5, 16)
     torch.testing.assert_close(host(x), plain(x))
     for model in (plain, host):
         quest_core.inject(model, attention, example=x)
     torch.testing.assert_close(host(x), plain(x))
     for model in (plain, host):
         quest_core.inject(model, "standard")
-    assert torch.equal(host(x), Scaled.forward(host, x))
-
-
-class Pooling(Scaled):
-    """Attends from learned queries."""
-
-    def __init__(self, *factors):
-        super().__init__(*factors)
-        self.queries = nn.Parameter(torch.randn(4, 3, 4))
-
-    def forward(self, x):
-        _, k, v = (split(y, 4) for y in self.qkv(x).chunk(3, -1))
-        return F.scaled_dot_product_attention((self.queries * self.of_q).expand(len(x), -1, -1, -1), k, v, scale=1.0)
+    assert torch.equal(host(x), Around.forward(host, x))
 
 
 def test_a_scale_that_the_host_puts_on_learned_queries_is_undone():
-    host, x = Pooling(0.5, 1, 1.0), torch.randn(2, 5, 16)
-    _, k, v = (split(y, 4) for y in host.qkv(x).chunk(3, -1))
-    want = F.scaled_dot_product_attention(host.queries.expand(2, -1, -1, -1), F.normalize(k, dim=-1), v, scale=1.0)
+    host = Around(lambda q, k, v: sdpa((host.queries * 0.5).expand(len(q), -1, -1, -1), k, v), heads=4)
+    host.queries, x = nn.Parameter(torch.randn(4, 3, 4)), torch.randn(2, 5, 16)
+    _, k, v = host.parts(x)
+    want = sdpa(host.queries.expand(2, -1, -1, -1), F.normalize(k, dim=-1), v)
     torch.testing.assert_close(quest_core.inject(host, "quest", example=x)[0](x), want)
 
 
-def test_other_factors_of_the_host_stay():
-    x = torch.randn(2, 5, 16)
-    for host, factor in ((Scaled(0.7, 1, 1.0), 0.7), (Scaled(2, 1, None), 2)):
-        q, k, v = (split(y, 4) for y in host.qkv(x).chunk(3, -1))
-        want = F.scaled_dot_product_attention(q * factor, F.normalize(k, dim=-1), v, scale=1.0)
-        host, report = quest_core.inject(host, "quest", example=x)
-        torch.testing.assert_close(host(x), want)
-        assert report.replacements[0].note == "the host multiplies queries or keys by factors of its own, which stay"
+@pytest.mark.parametrize(("factor", "scale"), [(0.7, 1.0), (2, None)])
+def test_other_factors_of_the_host_stay(factor, scale):
+    host, x = Around(lambda q, k, v: sdpa(q * factor, k, v, scale), heads=4), torch.randn(2, 5, 16)
+    q, k, v = host.parts(x)
+    host, report = quest_core.inject(host, "quest", example=x)
+    torch.testing.assert_close(host(x), sdpa(q * factor, F.normalize(k, dim=-1), v))
+    assert report.replacements[0].note == "the host multiplies queries or keys by factors of its own, which stay"
 
 
 def test_whether_a_scale_is_undone_does_not_depend_on_the_values_of_queries():
     """A norm whose weights are trained gives them other norms than one that is new."""
-    for normed in (False, True):
-        host, x = Scaled(0.5, 1, 1.0, normed=normed), torch.randn(2, 5, 16)
-        quest_core.inject(host, "quest", example=x)
+    for attend in (SCALED["queries"][0], lambda q, k, v: sdpa(F.normalize(q, dim=-1) * 0.5, k, v)):
+        host = quest_core.inject(Around(attend, heads=4), "quest", example=torch.randn(2, 5, 16))[0]
         assert host.undone == (0.5, 1)
 
 
-class Lost(Scaled):
-    """Changes its queries after it has scaled them, by a learned factor."""
-
-    def forward(self, x):
-        q, k, v = (split(y, 4) for y in self.qkv(x).chunk(3, -1))
-        return F.scaled_dot_product_attention(q * 0.5 * self.qkv.bias[:4], k, v, scale=self.scale)
-
-
-def test_the_report_names_factors_that_cannot_be_told_apart():
-    for scale in (1.0, None):
-        _, report = quest_core.inject(Lost(1, 1, scale), "quest", example=torch.randn(2, 5, 16))
-        assert ("factors of its own, which stay" in report.replacements[0].note) == (scale == 1)
-
-
-class Turning(Scaled):
-    """Scales the queries of one call and the keys of the next."""
-
-    def forward(self, x):
-        q, k, v = (split(y, 4) for y in self.qkv(x).chunk(3, -1))
-        once = F.scaled_dot_product_attention(q * 0.5, k, v, scale=1.0)
-        return once + F.scaled_dot_product_attention(q, k * 0.5, v, scale=1.0)
+@pytest.mark.parametrize("scale", [1.0, None])
+def test_the_report_names_factors_that_cannot_be_told_apart(scale):
+    """A learned factor follows the one on queries."""
+    host = Around(lambda q, k, v: sdpa(q * 0.5 * host.qkv.bias[:4], k, v, scale), heads=4)
+    _, report = quest_core.inject(host, "quest", example=torch.randn(2, 5, 16))
+    assert ("factors of its own, which stay" in report.replacements[0].note) == (scale == 1)
 
 
 def test_calls_with_other_factors_take_only_standard():
-    model, x = Turning(1, 1, None), torch.randn(2, 5, 16)
-    want = model(x)
+    host, x = Around(lambda q, k, v: sdpa(q * 0.5, k, v) + sdpa(q, k * 0.5, v), heads=4), torch.randn(2, 5, 16)
+    want = host(x)
     with pytest.raises(UnsupportedError, match="by other factors in one call than in another"):
-        quest_core.inject(model, "quest", example=x)
-    assert torch.equal(quest_core.inject(model, "standard", example=x)[0](x), want)
-
-
-class Rotating(Scaled):
-    """Scales queries before RoPE, whose tables it makes and scales in its forward."""
-
-    def forward(self, x):
-        q, k, v = (split(y, 4) for y in self.qkv(x).chunk(3, -1))
-        angles = torch.arange(x.shape[1])[:, None] * torch.tensor([1.0, 0.1, 1.0, 0.1]) * 1.0
-        cos, sin = angles.cos() * 1.0, angles.sin() * 1.0
-        q, k = (y * cos + torch.cat((-y[..., 2:], y[..., :2]), -1) * sin for y in (q * self.of_q, k))
-        return F.scaled_dot_product_attention(q, k, v, scale=self.scale)
-
-
-def test_a_scale_before_rope_is_undone():
-    host, plain, x = Rotating(0.5, 1, 1.0), Rotating(1, 1, None), torch.randn(2, 5, 16)
-    plain.load_state_dict(host.state_dict())
-    for model in (host, plain):
-        quest_core.inject(model, "quest", example=x)
-    torch.testing.assert_close(host(x), plain(x))
+        quest_core.inject(host, "quest", example=x)
+    assert torch.equal(quest_core.inject(host, "standard", example=x)[0](x), want)
 
 
 def test_the_scale_of_flex_attention_on_queries_is_undone():
-    host, x = Scaled(0.5, 1, 1.0, flex=True).requires_grad_(False), torch.randn(2, 5, 16)
-    q, k, v = (split(y, 4) for y in host.qkv(x).chunk(3, -1))
-    want = F.scaled_dot_product_attention(q, F.normalize(k, dim=-1), v, scale=1.0)
+    host, x = Around(lambda q, k, v: flex.flex_attention(q * 0.5, k, v, scale=1.0), heads=4), torch.randn(2, 5, 16)
+    q, k, v = host.requires_grad_(False).parts(x)
+    want = sdpa(q, F.normalize(k, dim=-1), v)
     torch.testing.assert_close(quest_core.inject(host, "quest", example=x)[0](x), want)
 
 
 def test_shapes_and_scales_that_change_are_errors():
     q = torch.randn(2, 4, 5, 8)
-    model, _ = quest_core.inject(Plain(scale=0.5), "quest", example=(q, q, q))
-    with pytest.raises(InputError, match="is called with 2 heads of 8 features"):
-        model(q[:, :2], q[:, :2], q[:, :2])
-    with pytest.raises(InputError, match="is called with 4 heads of 4 features"):
-        model(q[..., :4], q[..., :4], q[..., :4])
-    model.said["scale"] = 0.25
-    with pytest.raises(InputError, match=r"scale=0.25, and was injected for 0.5"):
-        model(q, q, q)
+    model, _ = quest_core.inject(Call(), "quest", example={"q": q, "k": q, "v": q, "scale": 0.5})
+    for other, scale, message in (
+        (q[:, :2], 0.5, "is called with 2 heads of 8 features"),
+        (q[..., :4], 0.5, "is called with 4 heads of 4 features"),
+        (q, 0.25, r"scale=0.25, and was injected for 0.5"),
+    ):
+        with pytest.raises(InputError, match=message):
+            model(other, other, other, scale=scale)
 
 
-def test_two_calls_in_one_forward():
+def test_two_calls_of_one_forward_share_what_has_no_parameters():
     class Twice(nn.Module):
         def forward(self, x):
             return sum(F.scaled_dot_product_attention(y, y, y) for y in (x, -x))
@@ -919,7 +854,7 @@ def test_a_site_inside_a_site_is_refused():
     class Outer(nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner = Plain()
+            self.inner = Call()
 
         def forward(self, x):
             return F.scaled_dot_product_attention(x, x, self.inner(x, x, x))
@@ -1016,9 +951,9 @@ def test_models_that_were_not_injected_run_as_before():
 
 def test_a_normalizer_drops_as_the_call_says():
     q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
-    model, _ = quest_core.inject(nn.Sequential(Plain(dropout_p=0.5)), "sigmoid", example=lambda m: m[0](q, k, v))
+    model, _ = quest_core.inject(Call(), "sigmoid", example={"q": q, "k": k, "v": v, "dropout_p": 0.5})
     outs = []
-    for call in (model[0], lambda *x: quest_core.attention(*x, "sigmoid", dropout_p=0.5)):
+    for call in (model, functools.partial(quest_core.attention, attention="sigmoid")):
         torch.manual_seed(0)
-        outs.append(call(q, k, v))
+        outs.append(call(q, k, v, dropout_p=0.5))
     torch.testing.assert_close(*outs)
