@@ -1,6 +1,5 @@
 """quest run: any command, with the plugins installed in every Python process below it and nothing else changed."""
 
-import importlib
 import json
 import os
 import shutil
@@ -10,27 +9,16 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from distributions import ADAPTER as MINIMAL
 from distributions import write_distribution
 
 from quest_core import cli
 from quest_core.cli.start import command_of
 from quest_core.hosts import launch, plugins
-from quest_core.hosts.patching import when_imported
 
 ROOT = Path(__file__).resolve().parents[1]
 
-ADAPTER = """
-import toyhost
-from quest_core import Adapter
-
-class HostAdapter(Adapter):
-    name = "toy"
-    def sites(self, model): return []
-    def replace(self, site, config): raise AssertionError
-    def install(self): toyhost.accepts.append("attention")
-"""
-
-
+ADAPTER = "import toyhost" + MINIMAL.format(name="toy").replace("pass", 'toyhost.accepts.append("attention")')
 TOY = plugins.Plugin("toy", "torch", "1.0", ("json",), "quest_toy.adapter:HostAdapter")
 LOST = plugins.Plugin("lost", "quest-lost", "1.0", ("no_such_host",), "quest_lost.adapter:HostAdapter")
 
@@ -211,48 +199,3 @@ def test_environments_do_not_pile_up():
     once = launch.environment([], False, {"PYTHONPATH": "/somewhere"})
     assert launch.environment([], False, once) == once
     assert once["PYTHONPATH"].split(os.pathsep)[1:] == ["/somewhere"]
-
-
-# --- when_imported --------------------------------------------------------------------------------------------------
-
-
-def test_when_imported_waits_for_a_module_and_leaves_it_its_loader(tmp_path, monkeypatch):
-    (tmp_path / "late_bird.py").write_text("song = 'tweet'\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "late_bird", raising=False)
-    heard = []
-    when_imported("late_bird", lambda: heard.append(sys.modules["late_bird"].song))
-    when_imported("late_bird", lambda: heard.append("again"))
-    assert heard == []
-    import late_bird
-
-    assert heard == ["tweet", "again"]
-    assert type(late_bird.__spec__.loader).__name__ == "SourceFileLoader"
-    assert late_bird.__loader__.get_source("late_bird") == "song = 'tweet'\n"
-    when_imported("late_bird", lambda: heard.append("at once"))
-    assert heard[-1] == "at once"
-
-
-def test_an_action_that_fails_fails_the_import_and_is_due_again(tmp_path, monkeypatch):
-    (tmp_path / "shy_bird.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    tried = []
-
-    def act():
-        tried.append(1)
-        if len(tried) == 1:
-            raise RuntimeError("not yet")
-
-    when_imported("shy_bird", act)
-    with pytest.raises(RuntimeError, match="not yet"):
-        importlib.import_module("shy_bird")
-    assert "shy_bird" not in sys.modules
-    importlib.import_module("shy_bird")
-    assert len(tried) == 2
-    monkeypatch.delitem(sys.modules, "shy_bird")
-
-
-def test_when_imported_waits_for_what_does_not_exist():
-    when_imported("no_such_module_at_all", lambda: pytest.fail("it exists"))
-    with pytest.raises(ImportError):
-        import no_such_module_at_all  # noqa: F401

@@ -102,7 +102,7 @@ def test_attention_that_an_example_finds(attention):
     torch.testing.assert_close(found[0], found[1])
 
 
-def test_errors():
+def test_what_has_no_weights_or_no_such_query_is_named():
     with pytest.raises(quest_core.UnsupportedError, match="attention 'linear' forms no weights"):
         quest_core.attention_maps(Model("linear"), (torch.randn(2, 6, 16),))
     for query in (6, -7):

@@ -36,11 +36,7 @@ def loop(q, k, v, mechanism, lengths, **options):
 
 
 def check(spec, lengths, *, groups=HEADS, is_causal=False):
-    mechanism = (
-        spec
-        if isinstance(spec, quest_core.Mechanism)
-        else quest_core.Mechanism(spec, num_heads=HEADS, head_dim=DIM).double()
-    )
+    mechanism = quest_core.Mechanism(spec, num_heads=HEADS, head_dim=DIM).double() if isinstance(spec, str) else spec
     key_dim = quest_core.mechanism.head_sizes(mechanism.config, HEADS, DIM).key_dim
     q, k, v = tokens(lengths, groups, key_dim=key_dim)
     out = attention_packed(q, k, v, mechanism, cu_seqlens=cumulative(lengths), is_causal=is_causal)
@@ -84,8 +80,7 @@ def test_a_chain_of_elliptical_layers_equals_a_loop(score, is_causal):
     def chained(q, k, v, **options):
         start = next(places)
         layers[0](*(x[start : start + q.shape[2]][None].transpose(1, 2) for x in first), **options)
-        out = layers[1](q, k, v, **options)
-        return out
+        return layers[1](q, k, v, **options)
 
     places = iter([sum(MIXED[:b]) for b, length in enumerate(MIXED) if length])
     want = loop(*second, chained, MIXED, is_causal=is_causal)

@@ -9,6 +9,14 @@ import pytest
 from quest_core.hosts.patching import Patches, when_imported
 
 
+@pytest.fixture
+def late_host(tmp_path, monkeypatch):
+    """A function that writes the source of `late_host`, a module which is not imported yet."""
+    monkeypatch.syspath_prepend(tmp_path)
+    yield (tmp_path / "late_host.py").write_text
+    sys.modules.pop("late_host", None)
+
+
 class Host:
     def run(self, x):
         return x
@@ -86,28 +94,25 @@ class Block:
 
 
 @pytest.mark.parametrize("imported_first", [True, False])
-def test_a_module_is_patched_in_any_order_of_imports(imported_first, tmp_path, monkeypatch):
-    (tmp_path / "patched_host.py").write_text(HOST)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "patched_host", raising=False)
+def test_a_module_is_patched_in_any_order_of_imports(imported_first, late_host):
+    late_host(HOST)
     patches = Patches()
 
     def load():
-        return __import__("patched_host")
+        return __import__("late_host")
 
     if imported_first:
         load()
-    patches.when_imported("patched_host", lambda: patches.wrap(sys.modules["patched_host"], "f", plus_one))
-    patches.around("patched_host", "g", lambda original: original() + 1)
-    patches.around("patched_host:Block", "h", lambda original, self: original(self) + 1)
+    patches.when_imported("late_host", lambda: patches.wrap(sys.modules["late_host"], "f", plus_one))
+    patches.around("late_host", "g", lambda original: original() + 1)
+    patches.around("late_host:Block", "h", lambda original, self: original(self) + 1)
     for added in (1, 0):
         assert (load().f(), load().g(), load().Block().h()) == (1 + added, 10 + added, 100 + added)
         patches.undo()
 
 
-def test_what_is_still_waiting_is_withdrawn(tmp_path, monkeypatch):
-    (tmp_path / "late_host.py").write_text("")
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_what_is_still_waiting_is_withdrawn(late_host):
+    late_host("")
     called = []
     patches = Patches()
     patches.when_imported("late_host", lambda: called.append("mine"))
@@ -144,3 +149,43 @@ def test_every_copy_of_a_function_is_wrapped_and_restored():
     finally:
         for name in modules:
             del sys.modules[name]
+
+
+# --- when_imported --------------------------------------------------------------------------------------------------
+
+
+def test_when_imported_waits_for_a_module_and_leaves_it_its_loader(late_host):
+    late_host("song = 'tweet'\n")
+    heard = []
+    when_imported("late_host", lambda: heard.append(sys.modules["late_host"].song))
+    when_imported("late_host", lambda: heard.append("again"))
+    assert heard == []
+    found = __import__("late_host")
+    assert heard == ["tweet", "again"]
+    assert type(found.__spec__.loader).__name__ == "SourceFileLoader"
+    assert found.__loader__.get_source("late_host") == "song = 'tweet'\n"
+    when_imported("late_host", lambda: heard.append("at once"))
+    assert heard[-1] == "at once"
+
+
+def test_an_action_that_fails_fails_the_import_and_is_due_again(late_host):
+    late_host("")
+    tried = []
+
+    def act():
+        tried.append(1)
+        if len(tried) == 1:
+            raise RuntimeError("not yet")
+
+    when_imported("late_host", act)
+    with pytest.raises(RuntimeError, match="not yet"):
+        __import__("late_host")
+    assert "late_host" not in sys.modules
+    __import__("late_host")
+    assert len(tried) == 2
+
+
+def test_when_imported_waits_for_what_does_not_exist():
+    when_imported("no_such_module_at_all", lambda: pytest.fail("it exists"))
+    with pytest.raises(ImportError):
+        import no_such_module_at_all  # noqa: F401

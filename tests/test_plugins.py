@@ -133,7 +133,7 @@ def test_doctor_is_content_with_what_works(install, capsys):
     assert f"  quest-mini 1.2 with torch {importlib.metadata.version('torch')}: ok\n" in capsys.readouterr().out
 
 
-def test_list_and_check(capsys):
+def test_list_names_mechanisms_and_check_explains_them(capsys):
     assert cli.main(["list"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in quest_core.list_mechanisms())

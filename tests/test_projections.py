@@ -42,7 +42,7 @@ PARAMETERS: dict[str, Any] = {  # name -> shape, from its number of rows and the
 class Host(Projected):
     """Projections of any layout; those of a role in W_V may come from another source."""
 
-    def __init__(self, layout, sizes, *, bias, dtype, frozen):
+    def __init__(self, layout, sizes, *, bias=True, dtype=torch.float32, frozen=False):
         super().__init__()
         self.projections, self.head_sizes = layout, sizes
         for name, roles in layout.entries:
@@ -68,6 +68,9 @@ class Host(Projected):
                     widths = dict(zip("qkv", self.head_sizes.widths, strict=True))
                     found[key] = dict(zip(roles, rows.split([widths[r] for r in roles]), strict=True))[role].clone()
         return found
+
+
+GROUPED = HeadSizes(4, 2, 2, 2, 2)
 
 
 @st.composite
@@ -150,14 +153,14 @@ def test_shrinking_again_changes_nothing_and_other_sizes_are_refused(case):
 def test_key_rows_that_fit_by_chance_are_not_taken_for_reduced_ones():
     """aft-conv's keys of 4 heads with 1 feature have as many rows as 2 heads of 2 features."""
     narrow, grouped = HeadSizes(4, 4, 2, 1, 2), HeadSizes(4, 2, 2, 2, 2)
-    host = Host(LAYOUTS["separate"], narrow.full, bias=True, dtype=torch.float32, frozen=False)
+    host = Host(LAYOUTS["separate"], narrow.full)
     for first, second in ((narrow, grouped), (grouped, narrow)):
         with pytest.raises(InputError, match="were reduced already"):
             reduced(reduced(host, first, fresh=True), second, fresh=True)
 
 
 def test_a_smaller_layer_is_the_same_object_with_the_same_hooks():
-    host = Host(LAYOUTS["packed"], HeadSizes(4, 4, 2, 2, 2), bias=True, dtype=torch.float32, frozen=False)
+    host = Host(LAYOUTS["packed"], HeadSizes(4, 4, 2, 2, 2))
     seen = []
     layer = host.get_submodule("qkv")
     handle = layer.register_forward_hook(lambda module, args, out: seen.append(out.shape[-1]))
@@ -231,10 +234,9 @@ def test_a_wrong_size_is_reported_by_name(case, more, axis):
 
 @pytest.mark.parametrize("entry", [3, None, "text"])
 def test_an_entry_that_is_no_tensor_is_left_to_pytorch(entry):
-    sizes = HeadSizes(4, 2, 2, 2, 2)
-    host = Host(LAYOUTS["packed"], sizes.full, bias=True, dtype=torch.float32, frozen=False)
+    host = Host(LAYOUTS["packed"], GROUPED.full)
     with pytest.raises(RuntimeError, match="qkv.weight"):
-        reduced(host, sizes, fresh=True).load_state_dict({**host.state_dict(), "qkv.weight": entry})
+        reduced(host, GROUPED, fresh=True).load_state_dict({**host.state_dict(), "qkv.weight": entry})
 
 
 # --- rows ---------------------------------------------------------------------------------------------------------
@@ -272,14 +274,13 @@ def test_scaling_multiplies_the_rows_of_each_head_and_nothing_else(case, role, s
 
 
 def test_sizes_that_do_not_fit_are_refused_before_anything_changes():
-    sizes = HeadSizes(4, 2, 2, 2, 2)
-    host = Host(LAYOUTS["packed"] + LAYOUTS["separate"], sizes, bias=True, dtype=torch.float32, frozen=False)
+    host = Host(LAYOUTS["packed"] + LAYOUTS["separate"], GROUPED)
     host.W_Q = nn.Linear(E, 9)
     before = copy.deepcopy(host.state_dict())
     with pytest.raises(InputError, match=r"'W_Q' is a Linear\(in_features=5, out_features=9.*num_heads=4.* 8 rows"):
-        host.projections.scale(host, sizes, "q", torch.ones(4))
+        host.projections.scale(host, GROUPED, "q", torch.ones(4))
     with pytest.raises(InputError, match=r"the factors have shape \[3\]; 'k' has 2 heads"):
-        host.projections.scale(host, sizes, "k", torch.ones(3))
+        host.projections.scale(host, GROUPED, "k", torch.ones(3))
     same_tensors(dict(host.state_dict()), dict(before))
 
 
@@ -294,49 +295,42 @@ class _Adapted(nn.Linear):
         self.lora = nn.Linear(E, 24)
 
 
-def _pruned():
-    made = prune.l1_unstructured(nn.Linear(E, 24), "weight", 0.5)
-    return made
-
-
-def _subclassed():
+def _holding(weight):
     """As torchao.quantization.quantize_ leaves a Linear."""
     made = nn.Linear(E, 24)
-    made.weight = nn.Parameter(TwoTensor(made.weight.detach(), made.weight.detach()))
-    return made
-
-
-def _quantized():
-    made = nn.Linear(E, 24)
-    made.weight = nn.Parameter(torch.zeros(60, 1, dtype=torch.uint8), requires_grad=False)
+    made.weight = nn.Parameter(weight, requires_grad=weight.is_floating_point())
     return made
 
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: nn.utils.parametrizations.weight_norm(nn.Linear(E, 24)), _pruned, _Adapted, _quantized, _subclassed],
+    [
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(E, 24)),
+        lambda: prune.l1_unstructured(nn.Linear(E, 24), "weight", 0.5),
+        _Adapted,
+        lambda: _holding(torch.zeros(60, 1, dtype=torch.uint8)),
+        lambda: _holding(TwoTensor(torch.randn(24, E), torch.randn(24, E))),
+    ],
     ids=["weight_norm", "pruned", "adapted", "quantized", "tensor subclass"],
 )
 def test_weights_made_from_others_are_refused_by_name_where_rows_would_change(make):
-    sizes = HeadSizes(4, 2, 2, 2, 2)
-    host = Host(LAYOUTS["packed"], sizes.full, bias=True, dtype=torch.float32, frozen=False)
+    host = Host(LAYOUTS["packed"], GROUPED.full)
     host.qkv = layer = make()
-    host.projections.shrink(host, sizes.full, fresh=False)  # nothing to do
+    host.projections.shrink(host, GROUPED.full, fresh=False)  # nothing to do
     assert host.qkv is layer
     with pytest.raises(UnsupportedError, match="the weights of 'qkv' .* are parametrized"):
-        host.projections.shrink(host, sizes, fresh=False)
+        host.projections.shrink(host, GROUPED, fresh=False)
     with pytest.raises(UnsupportedError, match="the weights of 'qkv' .* are parametrized"):
-        host.projections.scale(host, sizes.full, "q", torch.ones(4))
+        host.projections.scale(host, GROUPED.full, "q", torch.ones(4))
     assert host.qkv is layer
 
 
 def test_a_parametrized_parameter_is_refused_by_name():
-    sizes = HeadSizes(4, 2, 2, 2, 2)
-    host = Host(LAYOUTS["parameters"], sizes.full, bias=True, dtype=torch.float32, frozen=False)
+    host = Host(LAYOUTS["parameters"], GROUPED.full)
     nn.utils.parametrize.register_parametrization(host, "in_proj_weight", nn.Identity())
     for change in (
-        lambda: host.projections.shrink(host, sizes, fresh=False),
-        lambda: host.projections.scale(host, sizes.full, "q", torch.ones(4)),
+        lambda: host.projections.shrink(host, GROUPED, fresh=False),
+        lambda: host.projections.scale(host, GROUPED.full, "q", torch.ones(4)),
     ):
         with pytest.raises(UnsupportedError, match="the weights of 'in_proj_weight' .* are parametrized"):
             change()
@@ -344,15 +338,14 @@ def test_a_parametrized_parameter_is_refused_by_name():
 
 def test_only_the_layers_of_a_role_must_be_plain():
     sizes = HeadSizes(4, 4, 2, 2, 2)
-    host = Host(LAYOUTS["separate"], sizes, bias=False, dtype=torch.float32, frozen=False)
+    host = Host(LAYOUTS["separate"], sizes, bias=False)
     host.W_V = nn.utils.parametrizations.weight_norm(nn.Linear(E, 8))
     assert list(host.projections.rows(host, sizes, "q")) == ["W_Q.weight"]
 
 
 def test_a_description_that_misses_a_role_is_refused_by_name():
-    sizes = HeadSizes(4, 2, 2, 2, 2)
-    host = Host(LAYOUTS["packed"], sizes.full, bias=True, dtype=torch.float32, frozen=False)
+    host = Host(LAYOUTS["packed"], GROUPED.full)
     with pytest.raises(UnsupportedError, match=r"projections of Host .* 'k' should be in 'qvk', of which .* none"):
-        Packed("qvk").shrink(host, sizes, fresh=True)
+        Packed("qvk").shrink(host, GROUPED, fresh=True)
     with pytest.raises(UnsupportedError, match="'q' should be in no name at all"):
-        Packed("qkv", roles="kv").scale(host, sizes, "q", torch.ones(4))
+        Packed("qkv", roles="kv").scale(host, GROUPED, "q", torch.ones(4))
