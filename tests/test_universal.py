@@ -60,11 +60,8 @@ class GPT(nn.Module):
     def forward(self, tokens):
         x = self.wte(tokens)
         for block in self.h:
-            normed = block["ln"](x)
-            if self.recompute:
-                x = x + checkpoint(block["attn"], normed, use_reentrant=False)
-            else:
-                x = x + block["attn"](normed)
+            normed, attend = block["ln"](x), block["attn"]
+            x = x + (checkpoint(attend, normed, use_reentrant=False) if self.recompute else attend(normed))
         return self.head(x)
 
 
@@ -191,8 +188,7 @@ def test_standard_equals_the_model_as_it_was(make):
     quest_core.inject(model, "standard", example=inputs)
     assert torch.equal(torch.get_rng_state(), state)
     assert model.state_dict().keys() == stock.state_dict().keys()
-    for got, wanted in zip(gradients(model, inputs), gradients(stock, inputs), strict=True):
-        torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(gradients(model, inputs), gradients(stock, inputs), atol=1e-6, rtol=1e-6)
 
 
 @MODELS
@@ -417,15 +413,6 @@ def test_jit_trace_keeps_the_length_free():
     torch.testing.assert_close(traced(*longer), model(*longer))
 
 
-def test_activation_checkpointing_computes_the_same():
-    plain, inputs = GPT(), (torch.randint(50, (2, 9)),)
-    recomputed = GPT(recompute=True)
-    recomputed.load_state_dict(plain.state_dict())
-    for model in (plain, recomputed):
-        quest_core.inject(model, "quest", example=inputs)
-    torch.testing.assert_close(gradients(plain, inputs), gradients(recomputed, inputs))
-
-
 @pytest.mark.slow
 @pytest.mark.needs_torch("2.6", "torch.compile of a TorchFunctionMode")
 def test_checkpoints_compile_to_one_graph_if_pytorch_takes_the_mode_for_no_side_effect(monkeypatch):
@@ -439,22 +426,6 @@ def test_checkpoints_compile_to_one_graph_if_pytorch_takes_the_mode_for_no_side_
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(gradients(compiled, inputs), want)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_inside_the_site_is_refused(reentrant):
-    class Recomputing(nn.Module):
-        def attend(self, x):
-            return F.scaled_dot_product_attention(x, x, x)
-
-        def forward(self, x):
-            return checkpoint(self.attend, x, use_reentrant=reentrant) if self.training else self.attend(x)
-
-    x = torch.randn(2, 4, 5, 8, requires_grad=True)
-    model, _ = quest_core.inject(nn.Sequential(Recomputing()).eval(), "quest", example=x)
-    model(x)
-    with pytest.raises(UnsupportedError, match="inside an activation checkpoint of its own"):
-        model.train()(x)
 
 
 def test_threads_run_models_with_different_attention():

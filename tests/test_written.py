@@ -4,13 +4,12 @@ import copy
 import functools
 import math
 import pickle
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import quest_core
@@ -20,7 +19,6 @@ from quest_core.hosts.torch import TorchAdapter
 
 B, N, H, D = 2, 6, 4, 8
 CAUSAL = torch.full((N, N), -math.inf).triu(1)
-Spelling = Callable[..., Tensor]
 
 
 class Attention(nn.Module):
@@ -83,7 +81,7 @@ def quest(q, k, v, bias=0.0):
     return torch.einsum("bhij,bhjd->bhid", weights(q, k, bias), v)
 
 
-RIGHT: dict[str, tuple[Spelling, Spelling]] = {}
+RIGHT = {}  # name -> a spelling, and its formula
 
 
 def right(formula=lambda m, q, k, v: quest(q, k, v)):
@@ -295,7 +293,7 @@ def prepared(operands):
     return formula
 
 
-LOGITS: dict[Callable[..., tuple[Tensor, ...]], dict[str, Spelling]] = {
+LOGITS = {
     lambda m, q, k: (q, k): {
         "scale_on_keys": lambda m, q, k: q @ (k * D**-0.5).mT,
         "scale_on_both": lambda m, q, k: (q / D**0.25) @ (k / D**0.25).mT,
@@ -619,7 +617,7 @@ def with_a_parameter_put_in(m, q, k):
     return q @ k.mT
 
 
-WRONG: dict[str, tuple[str, Spelling]] = {
+WRONG = {
     "a product and its transpose": ("a sum of its multiples", symmetric),
     "temperatures of one": ("a tensor of factors", lambda m, q, k: q @ k.mT * D**-0.5 * torch.ones(H, 1, 1)),
     "a parameter put into scaled queries": ("followed by more than moves", with_a_parameter_put_in),
@@ -707,7 +705,7 @@ WRONG: dict[str, tuple[str, Spelling]] = {
         lambda m, q, k: torch.from_numpy((q @ k.mT).detach().numpy() * D**-0.5),
     ),
 }
-"""What the error says of logits that are spelled so."""
+"""A pattern of the error, and logits that are spelled in this way."""
 WRONG = {name: (message, attending(logits)) for name, (message, logits) in WRONG.items()}
 WRONG |= {
     "two contents": ("2 products meet", lambda m, q, k, v: SOFTMAX((q @ k.mT + v @ k.mT) * D**-0.5) @ v),
@@ -764,7 +762,7 @@ def router(m, q, k, v):
     return sum((gates[..., i : i + 1] * v for i in range(3)), torch.zeros(()))
 
 
-LEFT: dict[str, Spelling] = {
+LEFT = {
     "channels": channels,
     "channels of pooled images": lambda m, q, k, v: channels(m, *(F.max_pool2d(x, (2, 1)) for x in (q, k, v))).repeat(
         1, 1, 2, 1
@@ -796,8 +794,7 @@ def test_standard_keeps_the_numbers_and_quest_equals_its_formula(name):
     model, x = make(spelling)
     by_hand = computing(formula, model).eval().double()
     standard, _ = quest_core.inject(copy.deepcopy(model), "standard", example=x)
-    for got, wanted in zip(gradients(standard, x), gradients(model, x), strict=True):
-        assert torch.equal(got, wanted)
+    torch.testing.assert_close(gradients(standard, x), gradients(model, x), rtol=0, atol=0)
     model.zero_grad()
     model, report = quest_core.inject(model.eval(), "quest", example=x)
     assert [row.adapter for row in report.replacements] == ["written out"] * 2
@@ -922,16 +919,21 @@ def test_copies_and_lower_precisions_compute_the_same(name):
     torch.testing.assert_close(half, wanted, atol=0.05, rtol=0.05, check_dtype=False)
 
 
-def test_a_checkpoint_repeats_the_same_attention():
-    model, x = injected("scale_after_product")
+RUNS = pytest.mark.parametrize("run", [lambda q, k, v: SOFTMAX(q @ k.mT) @ v, F.scaled_dot_product_attention])
+"""Attention that is written out, and a call."""
+
+
+@RUNS
+def test_a_checkpoint_repeats_the_same_attention(run):
+    model, x = make(lambda m, q, k, v: run(q, k, v))
+    quest_core.inject(model, "quest", example=x)
     wanted = gradients(model, x)
     for layer in model.layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-    for got, grad in zip(gradients(model, x), wanted, strict=True):
-        torch.testing.assert_close(got, grad)
+    torch.testing.assert_close(gradients(model, x), wanted)
 
 
-def test_a_checkpoint_inside_is_refused():
+def test_a_checkpoint_inside_of_an_example_is_refused_when_it_runs():
     def inside(m, q, k, v):
         return checkpoint(scale_after_product, m, q, k, v, use_reentrant=False)
 
@@ -1003,12 +1005,20 @@ def test_logits_of_which_the_largest_is_subtracted_are_not_those_of_a_sigmoid():
         assert "subtracts a number from the logits" in str(monitor.unseen())
 
 
-@pytest.mark.parametrize("run", [lambda q, k, v: (q @ k.mT).softmax(-1) @ v, F.scaled_dot_product_attention])
-def test_a_checkpoint_of_the_hosts_own_is_refused(run):
-    model, x = make(lambda m, q, k, v: Recomputing.apply(run, q, k, v) if m.training else run(q, k, v))
-    model.eval()
-    quest_core.inject(model, "quest", example=x)
-    with pytest.raises(UnsupportedError, match="inside RecomputingBackward"):
+@RUNS
+@pytest.mark.parametrize(
+    ("repeat", "inside"),
+    [
+        (functools.partial(checkpoint, use_reentrant=False), "an activation checkpoint of its own"),
+        (functools.partial(checkpoint, use_reentrant=True), "an activation checkpoint of its own"),
+        (Recomputing.apply, "RecomputingBackward"),
+    ],
+)
+def test_a_checkpoint_inside_of_a_site_is_refused(run, repeat, inside):
+    model, x = make(lambda m, q, k, v: repeat(run, q, k, v) if m.training else run(q, k, v))
+    quest_core.inject(model.eval(), "quest", example=x)
+    model(x)
+    with pytest.raises(UnsupportedError, match=f"inside {inside}"):
         model.train()(x)
 
 
@@ -1249,7 +1259,7 @@ def test_another_normalizer_finds_the_axes_of_queries_and_keys(name):
     torch.testing.assert_close(model(x), by_hand(x))
 
 
-WATCHED: dict[str, tuple[bool, Callable[..., Tensor | float]]] = {
+WATCHED = {
     "scale_after_product": (True, lambda m, q: 0.0),
     "scale_on_queries": (True, lambda m, q: 0.0),
     "scale_on_both": (True, lambda m, q: 0.0),
