@@ -1,6 +1,5 @@
 """Key-driven groupings: head sizes against exact arithmetic, state, noise."""
 
-import copy
 import math
 from fractions import Fraction
 
@@ -107,23 +106,12 @@ def test_samples_without_keys_do_not_count_for_dgqa():
     torch.testing.assert_close(made.grouping.norms, key_norms(k[:1], None)[0].float())
 
 
-def test_dgqa_state_is_saved_and_untouched_by_evaluation():
-    spec = "quest+dgqa(kv_heads=2, window=1)"
-    made = quest_core.Mechanism(spec, num_heads=4, head_dim=4)
-    q, v = torch.randn(2, 4, 3, 4), torch.randn(2, 2, 3, 4)
-    for norms in ([1.0, 3.0], [1.0, 5.0], [2.0, 9.0]):
-        made(q, keys(norms).float(), v)
-    state = copy.deepcopy(made.state_dict())
+def test_dgqa_state_is_saved_in_float32():
+    """`check_mechanism` tests that it is loaded, and that evaluation does not change it."""
+    made = quest_core.Mechanism("quest+dgqa(kv_heads=2)", num_heads=4, head_dim=4).half()
+    state = made.state_dict()
     assert {name.rpartition(".")[2] for name in state} == {"norms", "sizes", "pending", "steps", ENTRY}
-    assert all(x.dtype == torch.float32 for x in state.values())
-    made.eval()
-    made(q, keys([9.0, 1.0]).float(), v)
-    assert all(torch.equal(made.state_dict()[name], x) for name, x in state.items())
-    twin = quest_core.Mechanism(spec, num_heads=4, head_dim=4).eval()
-    twin.load_state_dict(state)
-    k = keys([1.0, 1.0]).float()
-    torch.testing.assert_close(twin(q, k, v), made(q, k, v))
-    assert made.half().state_dict()["grouping.norms"].dtype == torch.float32
+    assert all(x.dtype == torch.float32 for name, x in state.items() if not name.endswith(ENTRY))
 
 
 def test_activation_checkpointing_gives_the_same_gradients_where_sizes_change():
@@ -139,8 +127,7 @@ def test_activation_checkpointing_gives_the_same_gradients_where_sizes_change():
             out.square().sum().backward()
         assert layer.mechanism.grouping.sizes.tolist() == [1, 7]
         gradients.append([p.grad for p in layer.parameters()])
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("bad", [torch.randn(0, 5, 16), torch.full((2, 5, 16), torch.inf)])

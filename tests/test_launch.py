@@ -78,12 +78,6 @@ def test_a_script_runs_as_it_would_alone_with_the_plugin_installed(run, tmp_path
 
 
 @pytest.mark.slow
-def test_a_module_runs_too(run, tmp_path):
-    script(tmp_path, "import sys, toyhost; print(sys.argv[1:], toyhost.accepts)", "work/pkg/__main__.py")
-    assert run("-m", "pkg", "one").stdout == "['one'] ['attention']\n"
-
-
-@pytest.mark.slow
 def test_child_processes_are_served_whoever_starts_them(run, tmp_path):
     script(
         tmp_path,

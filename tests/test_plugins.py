@@ -95,12 +95,6 @@ def test_two_plugins_of_one_host_both_run(install):
     assert plugins.find("json").distribution == "quest-json"
 
 
-def test_a_plugin_that_is_not_installed(install):
-    install("mini")
-    with pytest.raises(PluginError, match="no plugin for 'minni' is installed; did you mean 'mini'"):
-        plugins.adapter("minni")
-
-
 # --- the command line -----------------------------------------------------------------------------------------------
 
 

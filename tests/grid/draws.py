@@ -295,7 +295,7 @@ def run(one: Example) -> None:
             raise AssertionError("the output requires a gradient though no input does")
         return with_gradients(out, sources, _weight(out, one.grad))
 
-    with in_blocks(one.block) if one.block else contextlib.nullcontext():
+    with small_blocks(one.block) if one.block else contextlib.nullcontext():
         got = results(made.seeded(made.call), dtype)
     exact, plain = results(made.reference, torch.float64), results(made.reference, rough(made))
     what = ["output", *(f"gradient {i}" for i in range(len(got) - 1))]
@@ -307,7 +307,7 @@ def run(one: Example) -> None:
 
 
 @contextlib.contextmanager
-def in_blocks(rows: int) -> Iterator[None]:
+def small_blocks(rows: int) -> Iterator[None]:
     """Small tensors are taken in blocks as large ones are."""
     sizes = {"PLAIN_WEIGHTS": 1, "BLOCK_WEIGHTS": 1, "BLOCK_ROWS": rows}
     with (
