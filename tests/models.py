@@ -17,7 +17,7 @@ class Around(nn.Module):
         super().__init__()
         self.qkv, self.heads, self.attend = nn.Linear(width, 3 * width), heads, attend
 
-    def parts(self, x):
+    def parts(self, x):  # [B, N, width] -> [3, B, H, N, D]
         return self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
 
     def forward(self, x):

@@ -140,8 +140,8 @@ def test_every_path_of_a_block_is_exact(path, window, is_causal, monkeypatch):
         inputs = [*(x.clone().requires_grad_() for x in (q, k, v)), *made.parameters()]
         out = run(made, *inputs[:3], is_causal=is_causal)
         results.append([out, *torch.autograd.grad((out * probe).sum(), [*inputs[:3], *made.parameters()])])
-    for want, got in zip(*results, strict=True):
-        torch.testing.assert_close(got.double(), want.double(), rtol=1e-4, atol=1e-5)
+    want, got = ([x.double() for x in each] for each in results)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.usefixtures("tiles")

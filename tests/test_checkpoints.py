@@ -3,12 +3,11 @@
 import copy
 import io
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
 from models import encoder
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -26,7 +25,6 @@ FLOATS = sorted(
     },
     key=str,
 )
-State = dict[str, Tensor]
 
 
 def model(attention, layers=2):
@@ -41,7 +39,7 @@ def through_a_file(state):
     return torch.load(stored, weights_only=True)
 
 
-TREATMENTS: dict[str, Callable[[State], State]] = {
+TREATMENTS = {  # of a state dict
     "copied": lambda state: dict(state.items()),
     "torch.save": through_a_file,
     "averaged": lambda state: {name: sum([x / 3] * 3) for name, x in state.items()},
@@ -51,7 +49,7 @@ TREATMENTS: dict[str, Callable[[State], State]] = {
     "int8": lambda state: {name: x.to(torch.int8) if name.endswith(ENTRY) else x for name, x in state.items()},
 }
 
-LOADERS: dict[str, Callable[[nn.Module, State], object]] = {
+LOADERS = {  # of a state dict into a model
     "strict": lambda target, state: target.load_state_dict(state),
     "not strict": lambda target, state: target.load_state_dict(state, strict=False),
     "assign": lambda target, state: target.load_state_dict(copy.deepcopy(state), strict=False, assign=True),
@@ -74,7 +72,7 @@ def snapshot(target):
 def assert_unchanged(target, before):
     after = target.state_dict()
     assert list(after) == list(before)
-    assert all(torch.equal(x, before[name]) for name, x in after.items())
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
 # --- the entry ------------------------------------------------------------------------------------------------------

@@ -138,8 +138,7 @@ def test_threads_do_not_see_each_others_values():
         want = [model(x) for x in inputs]
     with ThreadPoolExecutor(4) as pool:
         got = list(pool.map(torch.no_grad()(model), inputs))
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("near", [1, 1e-2])

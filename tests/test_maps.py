@@ -75,7 +75,7 @@ def test_buffers_stay_and_autocast_does_not_round_the_weights():
     x = 3 * torch.randn(2, 6, 16)
     before = copy.deepcopy(model.state_dict())
     wanted = quest_core.attention_maps(model, x)["1.attn"]
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     with torch.autocast("cpu", torch.bfloat16):
         found = quest_core.attention_maps(model, x)["1.attn"].float()
     torch.testing.assert_close(found.sum(-1), torch.ones(2, 4, 6), rtol=0, atol=0.01)

@@ -2,7 +2,6 @@
 
 import contextlib
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -252,11 +251,11 @@ def forgets_the_last_block(self, k):
     return k if not whole else torch.cat([2 * k[:, :, :whole], k[:, :, whole:]], dim=2)
 
 
-POINTWISE: dict[str, Any] = {"causal": True, "cross": True, "cached": True, "reads": ()}
+POINTWISE = {"causal": True, "cross": True, "cached": True, "reads": ()}
 LINEAR = {**POINTWISE, "reads": ("tokens",)}
 NORMALISER = {**POINTWISE, "dropout": True}
 WEIGHTED = {**LINEAR, "dropout": True}
-WRONG: dict[str, tuple[type[Component], set[str]]] = {
+WRONG = {  # a class, and the checks that it fails
     "statistics over tokens": (
         toy(Deviation, **POINTWISE),
         {"no_query_sees_the_future", "decoding_equals_the_forward_pass", "masks"},

@@ -88,7 +88,7 @@ class _Calls(torch.nn.Module):
         return quest_core.attention(q, k, v, self.spec) + quest_core.attention(q, k, v, "qnorm")
 
 
-CALLS: dict[str, tuple[quest_core.AttentionSpec, quest_core.AttentionSpec]] = {
+CALLS = {
     "a name": ("quest", "standard"),
     "a name with options": ("quest+sigmoid(scale=0.5)", "quest+sigmoid(scale=2)"),
     "a mapping": ({"name": "quest", "scale": 0.5}, {"name": "quest", "scale": 2.0}),

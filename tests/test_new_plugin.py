@@ -1,7 +1,5 @@
 """`quest new-plugin`: a copy of the example passes its tests, and the guide shows its code."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -17,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "third_party_plugin"
 
 
-def passed(folder: Path, name: str, site: Path) -> int:
+def passed(folder, name, site):
     """Return how many tests of a plugin pass, where it is installed; none may fail."""
     class_name = "".join(word.capitalize() for word in name.split("-")) + "Adapter"
     adapter = f"quest_{name.replace('-', '_')}.adapter:{class_name}"
@@ -32,7 +30,7 @@ def passed(folder: Path, name: str, site: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_copy_is_a_plugin_of_another_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_copy_is_a_plugin_of_another_name(tmp_path, capsys):
     assert cli.main(["new-plugin", "my-lab", "--out", str(tmp_path)]) == 0
     copy = tmp_path / "quest-my-lab"
     assert f"pip install -e '{copy}[host,test]'" in capsys.readouterr().out
@@ -40,7 +38,7 @@ def test_a_copy_is_a_plugin_of_another_name(tmp_path: Path, capsys: pytest.Captu
     assert passed(copy, "my-lab", tmp_path / "site") > 50
 
 
-def test_the_page_shows_the_example() -> None:
+def test_the_page_shows_the_example():
     written = {
         line.strip()
         for kind in ("py", "toml")

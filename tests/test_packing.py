@@ -46,8 +46,7 @@ def check(spec, lengths, *, groups=HEADS, is_causal=False):
         seed = torch.randn(out.shape, dtype=out.dtype)
         got = torch.autograd.grad(out, (q, k, v), seed)
         expected = torch.autograd.grad(want, (q, k, v), seed, materialize_grads=True)
-        for g, e in zip(got, expected, strict=True):
-            torch.testing.assert_close(g, e, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
 
 
 # Zeros, many of one length, a few long ones: what graphs and point clouds bring.
@@ -88,8 +87,8 @@ def test_a_chain_of_elliptical_layers_equals_a_loop(score, is_causal):
     unchained = loop(*second, layers[0], MIXED, is_causal=is_causal)
     assert not torch.allclose(got, unchained), "the second layer looks at the first one's values"
     seed = torch.randn_like(got)
-    for g, e in zip(torch.autograd.grad(got, second, seed), torch.autograd.grad(want, second, seed), strict=True):
-        torch.testing.assert_close(g, e, rtol=1e-11, atol=1e-12)
+    gradients = (torch.autograd.grad(out, second, seed) for out in (got, want))
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-12)
 
 
 def test_pgqa_takes_its_noise_from_each_sequence_alone(monkeypatch):

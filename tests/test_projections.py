@@ -1,7 +1,6 @@
 """Packed and Separate projections: cut, loaded, scaled, and shown by rows."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -15,11 +14,11 @@ import quest_core
 from quest_core import InputError, UnsupportedError
 from quest_core.drafts import assign, draft
 from quest_core.mechanism import head_sizes
-from quest_core.projections import HeadSizes, Packed, Projected, Projections, Separate, pool_heads
+from quest_core.projections import HeadSizes, Packed, Projected, Separate, pool_heads
 
 E = 5  # features of a token
 
-LAYOUTS: dict[str, Projections] = {
+LAYOUTS = {
     "packed": Packed("qkv"),
     "separate": Separate("W_Q", "W_K", "W_V"),
     "keys and values packed": Separate(q="to_q") + Packed("to_kv", roles="kv"),
@@ -28,7 +27,7 @@ LAYOUTS: dict[str, Projections] = {
 }
 """The layouts of the hosts."""
 
-PARAMETERS: dict[str, Any] = {  # name -> shape, from its number of rows and the query heads
+PARAMETERS = {  # name -> shape, from its number of rows and the query heads
     "in_proj_weight": lambda rows, heads: (rows, E),
     "in_proj_bias": lambda rows, heads: (rows,),
     "bias_k": lambda rows, heads: (1, 1, rows),
@@ -112,9 +111,7 @@ def want(rows, role, sizes, *, fresh):
 
 
 def same_tensors(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for key in ours:
-        assert torch.equal(ours[key], theirs[key]), key
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 # --- smaller projections ------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def test_a_model_that_may_be_trained_is_refused_untouched():
     with pytest.raises(ConfigError, match=r"quest\(init=5\.0\).*fresh=True.*calibrate"):
         quest_core.inject(model, "quest(init=5)")
     assert type(model.layers[0].self_attn) is nn.MultiheadAttention
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("attention_from", [None, "standard"])
@@ -92,7 +92,7 @@ def test_trained_weights_of_another_attention_are_refused(attention_from):
     before = {name: x.clone() for name, x in model.state_dict().items()}
     with pytest.raises(CheckpointError, match=r"sets the norms of new projections.*leave the option out"):
         model.load_state_dict(encoder(32).state_dict())
-    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     model.load_state_dict(quest_core.inject(encoder(32), "quest")[0].state_dict())  # of a run with or without it
 
 

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,7 +86,7 @@ PRODUCED_BY_PLUGINS = {
     "No module named 'mmcv._ext'": ("mmseg",),
     "No module named 'pkg_resources'": ("mmseg",),
 }
-PRODUCERS: dict[str, Callable[[], object]] = {
+PRODUCERS = {
     "No matching distribution": not_on_pypi,
     "torch_scatter": lambda: importlib.import_module("torch_scatter"),  # the core's environment has no host
     "Weights only": more_than_tensors,
