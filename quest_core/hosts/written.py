@@ -282,7 +282,7 @@ class _Preparing(Comparing):
                 self.refuse("takes a softmax of more than its product")
             planes = _Planes(logits, formed.product, self.known.layout, formed.shape)
         if mechanism.monitor is not None and not is_compiling():
-            self._show(formed, logits, planes, known)
+            self._show(formed, logits, planes, dim)
         if mechanism.fused:
             return func(*args, **kwargs)
         assert planes is not None
@@ -323,15 +323,15 @@ class _Preparing(Comparing):
                 return self.formed.pop(start + place)
         return None
 
-    def _show(self, formed: _Formed, logits: Tensor, planes: _Planes | None, known: SoftmaxOf) -> None:
-        """Hand q, k and the logits of a softmax to the Monitor."""
+    def _show(self, formed: _Formed, logits: Tensor, planes: _Planes | None, dim: int) -> None:
+        """Hand q, k and the logits of a softmax over `dim` to the Monitor."""
         if self.known.shifted:
             for layer in self.mechanism.monitor:
                 layer.miss(f"'{self.known.path}' subtracts a number from the logits of each row before the softmax")
             return
         q, k = without_factors((formed.q, formed.k), formed.product.undone)
         if planes is None:
-            logits = logits.movedim(known.dim, -1)
+            logits = logits.movedim(dim, -1)
             q, k, z = (x.reshape(1, 1, -1, x.shape[-1]) for x in (q, k, logits))
         else:
             z = planes.of(logits)
@@ -339,7 +339,6 @@ class _Preparing(Comparing):
                 count = len(formed.product.axes.batch)
                 q, k = (x.reshape(math.prod(x.shape[:count]), 1, -1, x.shape[-1]) for x in (q, k))
         for layer in self.mechanism.monitor:
-            layer.capped |= any(capped for *_, capped in known.terms)
             layer.saw_logits(q, k, z, None if planes is None else z > HIDDEN)
 
 
