@@ -1311,7 +1311,7 @@ def test_a_monitor_sees_the_logits_of_the_host(name, attention):
         assert [*monitor.collect().values()] == wanted
 
 
-def test_capped_logits_are_measured_and_their_queries_not_clipped():
+def test_a_monitor_sees_capped_logits():
     model, x = injected("capped_by_tanh", "standard")
     tops = []
 
@@ -1324,10 +1324,6 @@ def test_capped_logits_are_measured_and_their_queries_not_clipped():
     with quest_core.Monitor(model) as monitor:
         model(x)
         assert [seen["max_logit"] for seen in monitor.collect().values()] == tops
-    clip = quest_core.QKClip(model.train(), 1e-3)
-    model(x)
-    with pytest.raises(UnsupportedError, match="the host changes them before the softmax"):
-        clip.step()
 
 
 @pytest.mark.needs_torch("2.6", "torch.compile of function modes")
