@@ -53,9 +53,10 @@ def top_level_imports(path):
 
 
 def test_git_holds_no_generated_file():
-    """Reports are made from results.parquet and run.json, by `quest bench report` or with the site."""
+    """Reports are made from results.parquet and run.json, and checkpoints by trainings."""
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    made = re.compile(r"(^|/)(report\.(html|md)|report/[^/]*\.(png|svg)|vega[^/]*\.js)$|(^|/)(dist|site|\.cache)/")
+    reports = r"(^|/)(report\.(html|md)|report/[^/]*\.(png|svg)|vega[^/]*\.js)$"
+    made = re.compile(rf"{reports}|\.(ckpt|safetensors)$|(^|/)(dist|site|\.cache)/")
     assert [name for name in names.splitlines() if made.search(name)] == []
 
 
