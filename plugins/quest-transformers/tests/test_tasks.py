@@ -22,6 +22,11 @@ def test_a_stopped_cell_continues(task, tmp_path, monkeypatch):
     assert found.details["injected"].startswith("attention=quest in 4 modules")
 
 
+def test_a_rate_that_is_far_too_high_diverges_and_does_not_fail(tmp_path):
+    found = run_bytes_lm(smoke_cell(SUITES, tmp_path, "transformers/bytes-lm", width=16, lr=1000.0), lambda *_: None)
+    assert found.metrics["perplexity"] == math.inf
+
+
 @pytest.fixture
 def corpora(tmp_path):
     """Three archives as in nltk_data; the second sentence of MR differs from the first in a mark only."""
