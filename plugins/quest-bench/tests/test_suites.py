@@ -2,6 +2,7 @@
 
 import math
 import random
+import resource
 import sys
 import time
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from quest_bench.worker import describe_error
 from quest_core.errors import PluginError
 from quest_suites.contract import (
     STATE,
@@ -39,6 +41,20 @@ def test_a_state_comes_back_with_the_random_generators(cell):
     assert (state["losses"], state["weights"].tolist()) == ([1.0], [1.0, 1.0])
     assert (random.random(), torch.rand(1)) == drawn
     assert [path.name for path in cell.workdir.iterdir()] == [STATE]
+
+
+def test_a_state_that_cannot_be_written_keeps_the_one_before(cell):
+    save_state(cell, {"losses": [1.0]})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))  # stands for a full disk
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            save_state(cell, {"weights": torch.ones(1 << 17)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert describe_error(caught.value) == "OSError: File too large"
+    assert load_state(cell) == {"losses": [1.0]}
+    assert len([*cell.workdir.iterdir()]) == 1
 
 
 @pytest.mark.parametrize("change", [{"attention": "standard"}, {"seed": 1}, {"options": {"epochs": 4}}])

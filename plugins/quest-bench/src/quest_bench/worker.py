@@ -375,11 +375,11 @@ def describe_error(error: BaseException) -> str:
 
 def describe_os_error(error: OSError) -> str:
     """One line with the file's name and the way on."""
-    place = f" {error.filename}" if error.filename else ""
+    place = f" {error.filename}:" if error.filename else ""
     fixes = {errno.ENOSPC: "free some space", errno.EDQUOT: "free some space", errno.EROFS: "choose a writable folder"}
     fix = fixes.get(error.errno or 0)
     tail = f"; {fix}, then run the same command again" if fix else ""
-    return f"{type(error).__name__}:{place}: {error.strerror or error}{tail}"
+    return f"{type(error).__name__}:{place} {error.strerror or error}{tail}"
 
 
 def main(argv: list[str]) -> int:

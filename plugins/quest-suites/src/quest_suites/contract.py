@@ -13,6 +13,7 @@ framework's own training script. :mod:`quest_suites.timing` times a step against
 from __future__ import annotations
 
 import importlib
+import io
 import itertools
 import math
 import os
@@ -78,8 +79,13 @@ def save_state(cell: Cell, state: Mapping[str, Any]) -> None:
         generators["cuda"] = torch.cuda.get_rng_state_all()
     path = cell.workdir / STATE
     neighbor = path.with_suffix(".new")
-    torch.save({"cell": _identity(cell), "state": dict(state), "generators": generators}, neighbor)
-    os.replace(neighbor, path)
+    written = io.BytesIO()  # into a file, torch.save raises a RuntimeError that does not name a full disk
+    torch.save({"cell": _identity(cell), "state": dict(state), "generators": generators}, written)
+    try:
+        neighbor.write_bytes(written.getbuffer())
+        os.replace(neighbor, path)
+    finally:
+        neighbor.unlink(missing_ok=True)  # its part would keep a full disk full
 
 
 def _identity(cell: Cell) -> list[Any]:
