@@ -409,7 +409,7 @@ def test_a_torn_file_is_named_and_runs_again_once_it_is_deleted(inside, capfd):
     assert app_main(["status", "out"]) == 0
     shown = capfd.readouterr().out
     assert "1 done, 0 running, 1 failed" in shown
-    assert "is torn" in shown
+    assert "1 failed: result.json is torn" in shown
     torn.unlink()
     assert app_main(command) == 0
     assert all(c.state == "done" for c in load_all(Path("out")))

@@ -90,7 +90,7 @@ def load(folder: Path) -> Stored:
     try:
         return Stored(folder, spec, read_json(result_path, again), error)
     except ConfigError as torn:
-        return Stored(folder, spec, None, str(torn))
+        return Stored(folder, spec, None, str(torn).removeprefix(f"{folder}/"))  # `causes` leaves out paths
 
 
 def load_all(out: Path) -> list[Stored]:
