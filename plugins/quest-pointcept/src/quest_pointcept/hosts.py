@@ -1,4 +1,4 @@
-"""How Pointcept and torch-pointcloud learn `attention`. The README lists every change to them with its reason.
+"""How the models and configs of Pointcept and torch-pointcloud accept `attention`.
 
 The constructor of a model builds the stock model and then injects. Pointcept's registry, its configs, the models that
 hold a backbone and torch-pointcloud's `create_model` all call the constructor.
@@ -67,13 +67,13 @@ def install(adapter: Adapter) -> None:
     for kinds, name, change in (
         (MODELS, "__init__", functools.partial(build, adapter)),
         (ATTENTION, "_load_from_state_dict", refuse_others),
-        ({"pointcept.utils.config": ("Config",)}, "__init__", check_when_filled),
-        ({"pointcept.utils.config": ("Config",)}, "merge_from_dict", merge),
-        ({"pointcept.engines.hooks.misc": ("CheckpointLoader",)}, "before_train", loader),
     ):
         for module, classes in kinds.items():
             for kind in classes:
                 patches.around(f"{module}:{kind}", name, change)
+    patches.around("pointcept.utils.config:Config", "__init__", check_when_filled)
+    patches.around("pointcept.utils.config:Config", "merge_from_dict", merge)
+    patches.around("pointcept.engines.hooks.misc:CheckpointLoader", "before_train", loader)
     patches.when_imported("pointcept.utils.config", functools.partial(_change_processes_and_logs, adapter))
     if importlib.util.find_spec("torch_pointcloud"):
         for module in ("torch_pointcloud.utils.state_dict", "torch_pointcloud.models._registry"):
@@ -90,7 +90,6 @@ def _change_processes_and_logs(adapter: Adapter) -> None:
 
 # --- models ---------------------------------------------------------------------------------------------------------
 
-PARTS = {"enc", "dec", "stages"}
 DEPTHS = ("enc_depths", "encoder_depths")
 """The hosts' names of the option that has an entry for each stage."""
 
@@ -122,13 +121,15 @@ class Asked:
             parts = {name: given.get(name, "standard") for name in ("enc", "dec")}
         elif given.keys() == {"stages"} and isinstance(stages, list | tuple):
             parts = {str(i): one for i, one in enumerate(stages)}
-        elif given.keys() & PARTS:
+        elif given.keys() & {"enc", "dec", "stages"}:
             raise ConfigError(
                 f"{where}.attention has the keys {', '.join(map(repr, given))}; write dict(enc=..., dec=...), or "
                 "dict(stages=[...]) with an attention for each stage, the finest first"
             )
-        read = {name: Request.read({**options, "attention": one}, where, others) for name, one in parts.items()}
-        requests = {name: Request(STANDARD) if one is None else one for name, one in read.items()}
+        requests = {
+            name: Request.read({**options, "attention": one}, where, others) or Request(STANDARD)
+            for name, one in parts.items()
+        }
         if batches:
             _refuse_calibration(where, batches, requests)
         return cls(requests, batches)

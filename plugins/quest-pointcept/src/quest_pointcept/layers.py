@@ -53,9 +53,10 @@ class SerializedAttention(HostAttention):
         return {**heads, "standard_scale": host.scale}
 
     @classmethod
-    def flash_type(cls, host: Any) -> torch.dtype:
-        """Return the type in which a module calls flash-attn, if it does; Pointcept's newest says it."""
-        return getattr(host, "flash_dtype", None) or torch.bfloat16
+    def flash_type(cls, host: Any) -> torch.dtype | None:
+        """Return the type in which a module calls flash-attn, which Pointcept's newest names; None if it does not."""
+        flash = any(getattr(host, name, False) for name in FLASH)
+        return (getattr(host, "flash_dtype", None) or torch.bfloat16) if flash else None
 
     @classmethod
     def asks(cls, host: Any, path: str, model: nn.Module) -> Capabilities:
@@ -88,7 +89,7 @@ class SerializedAttention(HostAttention):
         made.patch_size = getattr(made, "patch_size_max", made.patch_size)
         made.upcast = any(getattr(made, name, False) for name in ("upcast_attention", "upcast_attn"))
         made.rpe, made.rope = getattr(made, "rpe", None), getattr(made, "rope", None)
-        made.flash_dtype = cls.flash_type(host) if any(getattr(made, name, False) for name in FLASH) else None
+        made.flash_dtype = cls.flash_type(host)
         # A learned position means something only while a patch has its size; without flash Pointcept's patches shrink
         # to the smallest cloud of the batch.
         ordered = hasattr(made, "enable_flash") and any("order" in part.reads for part in config.components)
@@ -106,11 +107,9 @@ class SerializedAttention(HostAttention):
         if self.chained or not self.packed:
             return "dense"
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = self.flash_dtype or self.proj.weight.dtype
-        drop = rate(self.attn_drop)
-        sizes = self.head_sizes
+        dtype, sizes = self.flash_dtype or self.proj.weight.dtype, self.head_sizes
         shared = sizes.num_heads != sizes.kv_heads
-        varlen = varlen_computes(self.mechanism, device, dtype, sizes.head_dim, shared, drop)
+        varlen = varlen_computes(self.mechanism, device, dtype, sizes.head_dim, shared, rate(self.attn_drop))
         return "varlen" if varlen else "buckets"
 
     def rotate(self, q: Tensor, k: Tensor, coord: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,13 +235,6 @@ class LiteAttention(PointAttention):
         """Return float16."""
         return torch.float16
 
-    @classmethod
-    def adopt(cls, host: Any, config: AttentionConfig, **sizes: Any) -> Any:
-        """Return the draft of a replacement; see `HostAttention.adopt`."""
-        made = super().adopt(host, config, **sizes)
-        made.flash_dtype, made.packed = cls.flash_type(host), True
-        return made
-
     def positions(self, point: Any) -> Tensor:
         """Return whole numbers [N, 3]."""
         return point["grid_coord"]  # type: ignore[no-any-return]
@@ -258,9 +250,10 @@ class TensorAttention(SerializedAttention):
     """For the SerializedAttention, -RPE and -RoPE of torch-pointcloud, which are called with tensors."""
 
     @classmethod
-    def flash_type(cls, host: Any) -> torch.dtype:
-        """Return float16, or bfloat16 with rotary positions."""
-        return torch.float16 if getattr(host, "rope", None) is None else torch.bfloat16
+    def flash_type(cls, host: Any) -> torch.dtype | None:
+        """Return float16, or bfloat16 with rotary positions; None without flash-attn."""
+        half = torch.float16 if getattr(host, "rope", None) is None else torch.bfloat16
+        return half if host.use_flash_attn else None
 
     def patch_layout(self, batch: Tensor) -> MutableMapping[str, Any]:
         """torch-pointcloud's layout of its points, which the first block of a stage makes for all of them.

@@ -45,8 +45,7 @@ class Patches:
         real = position < lengths  # [P, K]
         start = lengths.cumsum(0) - lengths
         chosen = start + torch.minimum(position, lengths - 1)  # [P, K]: the slot, the patch's last one for padding
-        place = torch.empty(int(lengths.sum()), dtype=torch.long)
-        place[chosen[real]] = real.flatten().nonzero().flatten()  # slot -> its place in the dense batch
+        place = real.flatten().nonzero().flatten()  # [S]: of each slot in the dense batch
         device = self.slots.device
         slots, rows = self.slots[chosen.flatten().to(device)], place.to(device)[self.rows]
         return Patches(slots, rows, len(position), self.plan, real.to(device))
@@ -64,12 +63,11 @@ def lay_out(counts: Sequence[int], patch_size: int, device: torch.device) -> Pat
         slots.append(begin + torch.where(position < n, position, position - patch_size))
         rows.append(bounds[-1] + position[:n])
         step = min(patch_size, filled)
-        bounds += [bounds[-1] + step * (i + 1) for i in range(filled // step)]
+        bounds += range(bounds[-1] + step, bounds[-1] + filled + 1, step)
         begin += n
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
-    plan = PackingPlan(cu_seqlens, max_seqlen=max(b - a for a, b in itertools.pairwise(bounds)))
-    equal = all(n >= patch_size for n in counts) or len(set(counts)) == 1
-    size = min(patch_size, counts[0]) if equal else None
+    sizes = {b - a for a, b in itertools.pairwise(bounds)}
+    plan = PackingPlan(torch.tensor(bounds, dtype=torch.int32, device=device), max_seqlen=max(sizes))
+    size = sizes.pop() if len(sizes) == 1 else None
     return Patches(torch.cat(slots).to(device), torch.cat(rows).to(device), size, plan)
 
 
