@@ -87,12 +87,9 @@ def forget_keys() -> None:
     from torch_geometric.graphgym.config import cfg
 
     register.config_dict.pop(REGISTERED, None)
-    for section in SECTIONS:
-        for key in KEYS if cfg is not None and section in cfg else ():
-            cfg[section].pop(key, None)
-    if cfg is not None:
-        for key in watching.KEYS:
-            cfg.gnn.pop(key, None)
+    for section in SECTIONS if cfg is not None else ():
+        for key in (*KEYS, *watching.KEYS):
+            cfg.get(section, {}).pop(key, None)
 
 
 def _refuse_unknown_keys(stock: Stock, cfg: Any, args: Any) -> Any:
