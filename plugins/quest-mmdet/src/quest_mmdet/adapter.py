@@ -37,10 +37,10 @@ class MmdetAdapter(MmengineAdapter):
     replacements = REPLACEMENTS
 
     def connect(self, model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
-        """Keep the attention in `init_weights`; refuse families in DINO, which masks its queries in training."""
-        detectors: list[Any] = [*model.modules()]
-        for detector in detectors:
-            for layer in detector.decoder.layers if hasattr(detector, "dn_query_generator") else ():
+        """Refuse families in DINO and its like, which hide queries from each other in training."""
+        denoising: list[Any] = [module for module in model.modules() if hasattr(module, "dn_query_generator")]
+        for detector in denoising:
+            for layer in detector.decoder.layers:
                 config = drafts[layer.self_attn].attn.config if layer.self_attn in drafts else None
                 if config is not None and config.family:
                     raise UnsupportedError(

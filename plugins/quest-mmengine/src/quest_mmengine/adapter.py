@@ -193,12 +193,11 @@ class MmengineAdapter(Adapter):
             config: mmengine's Config of a run or of `init_model`.
             model: a model, or its config.
         """
-        given, built = config.get("attention"), set()
-        for part in (config.get("model"), model):
+        parts, built = config.get("model"), set()
+        for part in (parts, model):
             for _, options, name in [*cls.our_parts(part, "model")]:  # before `read`, whose paths begin at `options`
                 request = cls.read(options, cls.models.get(name))
                 built |= {str(request.attention)} if request else set()
-        parts = config.get("model")
         for key in parts if isinstance(parts, Mapping) else ():
             part = config.get(key)
             if isinstance(part, Mapping) and "type" not in part and part.get("attention") is not None:
@@ -206,9 +205,9 @@ class MmengineAdapter(Adapter):
                     f"{key}.attention is '{part['attention']}', which nothing reads; write model.attention="
                     f"'{part['attention']}', or model.{key}.attention for this part, with a type of {cls.package}"
                 )
-        if given is None:
+        if config.get("attention") is None:
             return
-        wanted = AttentionConfig.parse(given)
+        wanted = AttentionConfig.parse(config["attention"])
         if isinstance(model, nn.Module):
             built = {getattr(module, REPORT).attention for module in model.modules() if hasattr(module, REPORT)}
         if not any(wanted.means(attention) for attention in built):
