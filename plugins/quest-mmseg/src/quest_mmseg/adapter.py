@@ -103,7 +103,7 @@ class MmsegAdapter(MmengineAdapter):
             UnsupportedError: the model has a kind of attention that cannot be replaced; the message names it.
         """
         for path, module in model.named_modules():
-            refused = _host_name(module, REFUSED)
+            refused = _host_name(module, *REFUSED)
             if refused is not None and getattr(module, "cross_attn", True):  # only SAN has two ways
                 raise UnsupportedError(
                     f"attention= cannot be used in a model with {type(module).__name__}"
@@ -121,14 +121,14 @@ class MmsegAdapter(MmengineAdapter):
             asked = replace(asked, cross=module.sr_ratio > 1)
         else:
             parents = [model, *(model.get_submodule(path[:i]) for i, letter in enumerate(path) if letter == ".")]
-            sets = any(_host_name(parent, ("KernelUpdateHead",)) for parent in parents)  # K-Net attends over kernels
+            sets = any(_host_name(parent, "KernelUpdateHead") for parent in parents)  # K-Net attends over kernels
             decoder = any(k.__name__.startswith("DetrTransformerDecoder") for p in parents for k in type(p).__mro__)
             asked = replace(
                 asked,
                 ordered=not (sets or decoder),  # object queries are a set
-                causal=any(_host_name(parent, ("CLIPTextEncoder",)) for parent in parents),
+                causal=any(_host_name(parent, "CLIPTextEncoder") for parent in parents),
                 cross=decoder and path.endswith("cross_attn"),
-                narrows_keys=any(_host_name(parent, GRID) for parent in parents),
+                narrows_keys=any(_host_name(parent, *GRID) for parent in parents),
             )
         return Site(path, module, capabilities=asked, **kind.sizes(module))
 
@@ -147,19 +147,16 @@ class MmsegAdapter(MmengineAdapter):
         return super().refusal(site, config)
 
     def connect(self, model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
-        """Set the grid of families that have one at each call, because crops and images differ in size.
-
-        And keep the attention in `init_weights`.
-        """
+        """Set the grid of families that have one at each call, because crops and images differ in size."""
         hosts: list[Any] = list(model.modules())
-        backbones = [host for host in hosts if _host_name(host, GRID[:1])]
+        backbones = [host for host in hosts if _host_name(host, "VisionTransformer")]
         trained = next(((b.img_size[0] // b.patch_size, b.img_size[1] // b.patch_size) for b in backbones), None)
         for host in backbones:
             _connect(drafts, host, host.patch_embed, _patches, trained, prefix=int(host.with_cls_token))
-        for host in (host for host in hosts if _host_name(host, ("RecWithAttnbias",))):
+        for host in (host for host in hosts if _host_name(host, "RecWithAttnbias")):
             for module in (module for module in host.modules() if module in drafts):
                 drafts[module].attn.hidden = SAN_HIDES
-        for host in (host for host in hosts if _host_name(host, GRID[1:])):
+        for host in (host for host in hosts if _host_name(host, "SegmenterMaskTransformerHead")):
             _connect(drafts, host, host, _head, trained, prefix=int(host.num_classes), last=int(host.num_classes))
         super().connect(model, drafts)
 
@@ -211,7 +208,7 @@ def _head(head: Any, trained: Any, inputs: Any) -> Any:
     return type(head).forward(head, inputs)
 
 
-def _host_name(module: nn.Module, names: Iterable[str]) -> str | None:
+def _host_name(module: nn.Module, *names: str) -> str | None:
     """Return the first of mmseg's classes in `names` that `module` derives from, or None."""
     kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("mmseg.")}
     return next((name for name in names if name in kinds), None)
