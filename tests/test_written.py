@@ -997,7 +997,7 @@ def test_a_buffer_is_no_gate():
 
 def test_logits_of_which_the_largest_is_subtracted_are_not_those_of_a_sigmoid():
     model, x = make(in_place)
-    with pytest.raises(UnsupportedError, match="needs logits of queries and keys only"):
+    with pytest.raises(UnsupportedError, match="the host subtracts a number from each row"):
         quest_core.inject(model, "quest+sigmoid", example=x)
     quest_core.inject(model, "quest", example=x)
     with quest_core.Monitor(model) as monitor:

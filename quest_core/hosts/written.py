@@ -162,6 +162,11 @@ class Written(Found):
                 return f"one forward forms more than one product, and '{part.name}' keeps something for each"
             if "queries" in part.reads and any(p.head is None and len(p.axes.queries) > 1 for p in self.prepared):
                 return f"'{part.name}' must know which axis is that of heads, and two could be those of the queries"
+            if part.axis == "normalizer" and not part.fused and self.shifted:
+                return (
+                    f"'{part.name}' needs the logits themselves, and the host subtracts a number from each row, "
+                    "which changes no softmax; remove that line"
+                )
             if part.axis == "normalizer" and not part.fused and self.layout is None:
                 return f"'{part.name}' needs logits of queries and keys only, [..., N, M]"
         return None
