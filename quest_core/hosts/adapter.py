@@ -44,6 +44,7 @@ class Capabilities:
         narrows_keys: the host's key projection may have another width than the query's (aft-conv needs that).
         rotary: the host turns queries and keys by their positions.
         hands_on_input: the mechanism gets the input of the layer.
+        pairs: the host hides or weighs single pairs of queries and keys, by a mask or a bias by relative position.
         independent: the samples of a batch must not influence each other in evaluation, as graphs of any size do not.
     """
 
@@ -57,6 +58,7 @@ class Capabilities:
     narrows_keys: bool = False
     rotary: bool = False
     hands_on_input: bool = False
+    pairs: bool = False
     independent: bool = False
 
 
@@ -436,6 +438,11 @@ def refusal(config: AttentionConfig, asked: Capabilities) -> str | None:
             (asked.dropout, part.dropout, "it has no weights for the attention dropout, which would have to be 0"),
             (part.key_features is not None, asked.narrows_keys, "its keys are narrower than the host's"),
             ("order" in part.reads, asked.ordered, "it needs ordered tokens"),
+            (
+                asked.pairs,
+                part.axis != "family",
+                "the host hides or weighs single pairs, and it takes masks of keys only",
+            ),
             (asked.rotary, part.compares, "its queries do not meet keys, where rotary positions act"),
             (part.needs_input, asked.hands_on_input, "it reads the layer's input, which this host does not hand on"),
             (part.reshapes, asked.regroups, "the host's projections cannot change their shape"),

@@ -73,7 +73,9 @@ class Call(Found):
     @property
     def asks(self) -> Capabilities:
         """The capabilities that the calls need of a mechanism."""
-        return Capabilities(causal=self.causal, cross=self.cross, dropout=self.dropout, weights=self.weights)
+        return Capabilities(
+            causal=self.causal, cross=self.cross, dropout=self.dropout, weights=self.weights, pairs=self.masked
+        )
 
     @property
     def scale_number(self) -> float:
@@ -124,8 +126,6 @@ class Call(Found):
                 return f"one forward calls the function more than once, and '{part.name}' keeps something for each call"
             if self.axes != 4 and (part.learnable or part.stateful):
                 return f"queries have {self.axes} axes, and '{part.name}' must know which is that of the heads"
-        if config.family is not None and self.masked:
-            return f"a mask hides pairs of queries and keys, and '{config.family}' takes masks of keys only"
         if config.family is not None and self.heads != self.kv_heads:
             return f"'{config.family}' needs as many key/value heads ({self.kv_heads}) as query heads ({self.heads})"
         return None

@@ -81,10 +81,10 @@ def test_decoders_of_mmdetection(make, sites):
 def test_masks_for_each_query_need_weights():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(UnsupportedError, match="other keys may be hidden from each query"):
+        with pytest.raises(UnsupportedError, match="hides or weighs single pairs"):
             build(small(mask2former()), "linear")
         # Object queries are a set: nothing says which comes first.
-        with pytest.raises(UnsupportedError, match="it needs ordered tokens|other keys may be hidden"):
+        with pytest.raises(UnsupportedError, match="it needs ordered tokens|hides or weighs single pairs"):
             build(small(mask2former()), "aft-full")
         # Its layers see images of three sizes in turn.
         with pytest.raises(UnsupportedError, match="layers.0.cross_attn.*those of the one before, which differ here"):
@@ -128,7 +128,7 @@ def test_san_takes_the_one_key():
         found = predicted(san(attention))
         assert found.isfinite().all()
         assert not torch.allclose(found, want)
-    with pytest.raises(UnsupportedError, match="text_encoder.* other keys are hidden from each query"):
+    with pytest.raises(UnsupportedError, match="text_encoder.* hides or weighs single pairs"):
         san("linear")
     with pytest.raises(UnsupportedError, match="text_encoder.* cannot be causal"):
         san("quest+sinkhorn")

@@ -323,7 +323,7 @@ def test_a_wrong_key_is_one_error_before_anything_is_built(options, why):
         ("aft-conv", {}, r"lie on a line; write aft-conv\(dims=1\)"),
         ("aft-conv(dims=1, prefix=1)", {}, "without grid and prefix"),
         ("aft-local(max_length=7)", {}, r"patches have 8 points and max_length is 7; write aft-local\(max_length=8\)"),
-        ("linear", {"enable_rpe": True}, "relative position bias is added to scores"),
+        ("linear", {"enable_rpe": True}, "hides or weighs single pairs"),
         ("aft-full", {"rotary": True}, "queries do not meet keys, where rotary positions act"),
         ("linear", {"attn_drop": 0.1}, "no weights for the attention dropout"),
     ],

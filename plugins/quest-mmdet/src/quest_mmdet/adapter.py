@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import re
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from mmdet.models import detectors
 from torch import nn
 
-from quest_core.errors import UnsupportedError
+from quest_core.hosts.adapter import Site
 from quest_mmengine.adapter import MmengineAdapter
 from quest_mmengine.layers import MultiheadAttention
 
@@ -36,15 +38,10 @@ class MmdetAdapter(MmengineAdapter):
     leaves_alone: ClassVar = {"MultiScaleDeformableAttention": "deformable attention, no q·k"}
     replacements = REPLACEMENTS
 
-    def connect(self, model: nn.Module, drafts: dict[nn.Module, Any]) -> None:
-        """Refuse families in DINO and its like, which hide queries from each other in training."""
-        denoising: list[Any] = [module for module in model.modules() if hasattr(module, "dn_query_generator")]
-        for detector in denoising:
-            for layer in detector.decoder.layers:
-                config = drafts[layer.self_attn].attn.config if layer.self_attn in drafts else None
-                if config is not None and config.family:
-                    raise UnsupportedError(
-                        f"attention '{config}' cannot be used in {type(detector).__name__}: its denoising queries are "
-                        f"hidden from the others in training, and '{config}' has no weights that a mask could act on"
-                    )
-        super().connect(model, drafts)
+    def site(self, path: str, module: Any, kind: Any, model: nn.Module) -> Site:
+        """Return a site. DINO and its like hide queries of the decoder from each other in training."""
+        site = super().site(path, module, kind, model)
+        found = re.fullmatch(r"(?:(.+)\.)?decoder\.layers\.\d+\.self_attn", path)
+        if found and hasattr(model.get_submodule(found[1] or ""), "dn_query_generator"):
+            return replace(site, capabilities=replace(site.capabilities, pairs=True))
+        return site

@@ -55,14 +55,13 @@ class Wrapping:
     @classmethod
     def asks(cls, host: Any, path: str, model: Any) -> Capabilities:
         """Object queries and patches of images of any size have no order that biases could follow."""
-        cross = path.endswith("cross_attn") or getattr(host, "sr_ratio", 1) > 1
-        return Capabilities(ordered=False, cross=cross, dropout=host.attn.dropout > 0)
+        decoder = path.endswith("cross_attn")  # in which Mask2Former and its like hide other keys from each query
+        cross = decoder or getattr(host, "sr_ratio", 1) > 1
+        return Capabilities(ordered=False, cross=cross, pairs=decoder, dropout=host.attn.dropout > 0)
 
     @classmethod
     def refuses(cls, host: Any, path: str, config: AttentionConfig) -> str | None:
-        """Refuse families where Mask2Former and its like hide other keys from each query."""
-        if config.family and path.endswith("cross_attn"):
-            return f"other keys may be hidden from each query, and '{config}' has no weights that could act on"
+        """Return None, because the capabilities say all."""
         return None
 
     @classmethod
@@ -114,19 +113,13 @@ class PackedAttention(HostAttention):
     """Base for Swin, BEiT and MAE: one `qkv` projection and a learned bias by relative position."""
 
     projections: ClassVar[Projections] = Packed("qkv")
+    capabilities = Capabilities(pairs=True)
     drops_weights = True
 
     @classmethod
     def sizes(cls, host: Any) -> dict[str, Any]:
         """Return the heads and the factor on q·k."""
         return Wrapping.sizes(host) | {"standard_scale": host.scale}
-
-    @classmethod
-    def refuses(cls, host: Any, path: str, config: AttentionConfig) -> str | None:
-        """Refuse families, which have no scores for the position bias."""
-        if config.family is not None:
-            return f"its learned bias by relative position is added to the scores, and '{config}' has none"
-        return None
 
     def _attend(self, packed: Tensor, mask: Tensor) -> Tensor:
         """Queries, keys and values [B, N, (H + 2·G)·D], additive mask [1 or B, H, N, N] -> [B, N, E]."""
@@ -144,8 +137,8 @@ class WindowAttention(PackedAttention):
 
     @classmethod
     def refuses(cls, host: Any, path: str, config: AttentionConfig) -> str | None:
-        """Refuse what compares layers too, because every second one shifts its windows."""
-        return moves(config) or super().refuses(host, path, config)
+        """Refuse what compares layers, because every second one shifts its windows."""
+        return moves(config)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Windows [B·W, N, E] and a mask [W, N, N], 0 or Swin's −100, which hides -> [B·W, N, E]."""

@@ -116,7 +116,8 @@ class MmsegAdapter(MmengineAdapter):
         """Return a site; what `attn` is asked for depends on the modules around it."""
         if issubclass(kind, HostAttention):
             return super().site(path, module, kind, model)
-        asked = Capabilities(dropout=module.attn.dropout > 0, narrows_keys=True)
+        hides = path.endswith("cross_attn") or MASKED.search(path) is not None
+        asked = Capabilities(dropout=module.attn.dropout > 0, narrows_keys=True, pairs=hides)
         if hasattr(module, "sr_ratio"):
             asked = replace(asked, cross=module.sr_ratio > 1)
         else:
@@ -133,9 +134,7 @@ class MmsegAdapter(MmengineAdapter):
         return Site(path, module, capabilities=asked, **kind.sizes(module))
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
-        """Refuse position biases without scores, masks without weights, and a grid that the model does not report."""
-        if config.family and MASKED.search(site.path):
-            return f"other keys are hidden from each query, and '{config}' has no weights that could act on"
+        """Refuse a grid that the model does not report, or that is not the model's."""
         if any(part.on_grid for part in config.components):
             given = {key: value for key, value in config.options if key in ("grid", "prefix")}
             if given:

@@ -60,23 +60,21 @@ class SerializedAttention(HostAttention):
 
     @classmethod
     def asks(cls, host: Any, path: str, model: nn.Module) -> Capabilities:
-        """Return what a module asks for: also rotary positions, if it has some."""
-        return replace(super().asks(host, path, model), rotary=getattr(host, "rope", None) is not None)
+        """Return what a module asks for: also rotary or relative positions, if it has some."""
+        rotary, relative = (getattr(host, name, None) is not None for name in ("rope", "rpe"))
+        return replace(super().asks(host, path, model), rotary=rotary, pairs=relative)
 
     @classmethod
     def refuses(cls, host: Any, path: str, config: AttentionConfig) -> str | None:
-        """Return why the host cannot honor `config`: a bias on the scores, or the size of a patch."""
-        family = config.family
+        """Return why the host cannot honor `config`: its kernels, or the size of a patch."""
         flash = [name for name in FLASH if getattr(host, name, False)]
         for name in ("rpe", "upcast_attention", "upcast_attn", "upcast_softmax"):
             if flash and getattr(host, name, False):
                 return f"{name} has no fused kernel; build with {flash[0]}=False"
-        if family and getattr(host, "rpe", None) is not None:
-            return f"the relative position bias is added to scores, and '{family}' has none; build without it"
         if any(part.on_grid for part in config.components):
             given = {key: config.option(key) for key in ("dims", "grid", "prefix")}
             if given != {"dims": 1, "grid": None, "prefix": 0}:
-                return f"the points of a patch lie on a line; write {family}(dims=1), without grid and prefix"
+                return f"the points of a patch lie on a line; write {config.family}(dims=1), without grid and prefix"
         length, size = config.option("max_length"), getattr(host, "patch_size_max", host.patch_size)
         if length is not None and length < size:
             return f"patches have {size} points and max_length is {length}; write {config.name}(max_length={size})"

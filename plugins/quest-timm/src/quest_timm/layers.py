@@ -39,17 +39,16 @@ class Replacement(HostAttention):
 
     @classmethod
     def asks(cls, host: Any, path: str, model: nn.Module) -> Capabilities:
-        """Return what a module asks for: rotary positions too, if the model makes angles."""
-        return dataclasses.replace(super().asks(host, path, model), rotary=cls.rotary and makes_angles(model))
+        """Return what a module asks for: rotary positions too, if the model makes angles, and relative ones."""
+        biased = hasattr(host, "relative_position_bias_table")  # None in BEiT, whose forward may be given one
+        rotary = cls.rotary and makes_angles(model)
+        return dataclasses.replace(super().asks(host, path, model), rotary=rotary, pairs=biased)
 
     @classmethod
     def refuses(cls, host: Any, path: str, config: AttentionConfig) -> str | None:
-        """Return why a module cannot honor `config`: norms, biases on the logits, or moving windows."""
+        """Return why a module cannot honor `config`: norms, or moving windows."""
         if config.initial_norms and normalizes(host):
             return "qk_norm=True normalizes queries and keys after their projections, so initial norms have no effect"
-        biased = hasattr(host, "relative_position_bias_table")  # None in BEiT, whose forward may be given one
-        if config.family is not None and biased:
-            return f"relative positions are added to the logits, and '{config.family}' has none"
         stacked = cls.stacked and re.search(r"^(\w+\.)?blocks\.\d+\.attn$", path)
         return None if stacked else moves(config)
 

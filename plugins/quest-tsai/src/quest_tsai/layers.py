@@ -66,11 +66,12 @@ class Replacement(HostAttention):
             cross=type(parent).__name__ == "CrossAttention",  # of TSPerceiver
             weights=cls.capabilities.weights or reads,
             dropout=drop is not None and drop.p > 0,
+            pairs=hasattr(host, "Er"),  # ConvTran's relative positions
         )
 
     @classmethod
     def refuses(cls, host: Any, path: str, config: AttentionConfig) -> str | None:
-        """Return why a module cannot honor `config`: a learnable scale, relative positions, or scores passed on."""
+        """Return why a module cannot honor `config`: a learnable scale, or scores passed on."""
         if config.family and getattr(host, "res_attention", False):
             return (
                 f"tsai passes scores from layer to layer, and '{config}' has none; build with res_attention=False "
@@ -78,8 +79,6 @@ class Replacement(HostAttention):
             )
         if bool(getattr(getattr(host, "sdp_attn", None), "lsa", False)) and not takes_scale(config):
             return f"lsa=True learns a scale for the standard score, which '{config}' replaces; build with lsa=False"
-        if hasattr(host, "Er") and config.family:
-            return f"ConvTran adds relative positions to the scores, and '{config}' has none"
         regrouped = any(part.axis == "grouping" and "heads" in part.reads for part in config.components)
         if regrouped and hasattr(host, "relative_bias_table"):
             return f"ConvTran's bias after the softmax belongs to heads in equal groups, which '{config}' does not keep"

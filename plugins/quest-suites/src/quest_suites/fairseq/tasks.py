@@ -69,8 +69,8 @@ def run_pydocs(cell: Cell, progress: Progress) -> Result:
     """Train and evaluate a small model on Python's documentation topics, in byte pairs.
 
     Perplexities are per word or end of a line: the scores of a word's pieces are added. fairseq counts a word that a
-    window cuts as two (0.5 to 0.9 % of the words), which lowers perplexities by 2 to 5 %, for all attentions alike. The
-    text is that of the Python that runs the cell; ``details`` holds its number of words.
+    window cuts as two, which divides the logarithm of each perplexity by one number, for all attentions alike. The text
+    is that of the Python that runs the cell; ``details`` holds its number of words.
 
     Returns:
         As `run_wikitext103`, with losses per piece.
