@@ -448,7 +448,7 @@ def test_a_config_is_refused_before_a_file_is_written(written, options, why, tmp
     ("attention", "options", "why"),
     [
         ({"name": "quest", "kv_heads": 3}, {}, "kv_heads is 3, which does not divide"),
-        ("linear", {"enable_rpe": True}, "relative position bias is added to scores"),
+        ("linear", {"enable_rpe": True}, "hides or weighs single pairs"),
     ],
 )
 def test_an_attention_that_does_not_fit_is_refused_before_a_file_is_written(attention, options, why):
