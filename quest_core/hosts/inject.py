@@ -432,9 +432,10 @@ def _refuse_partial(
     if missed:
         shown = ", ".join(f"'{path}' ({kind})" for path, kind in list(missed.items())[:8])
         more = f" and {len(missed) - 8} more" if len(missed) > 8 else ""
+        unknown = "which no adapter knows" + (" and in which the example showed none" if ran else "")
         raise InjectionError(
             f"attention '{said}' would replace {len(chosen)} modules and leave {len(missed)} as they are, which "
-            f"look like attention and which no adapter knows: {shown}{more}; {'' if ran else BY_EXAMPLE + '; '}"
+            f"look like attention and {unknown}: {shown}{more}; {'' if ran else BY_EXAMPLE + '; '}"
             f"say allow_partial=True if that is meant, or write an adapter for them ({GUIDE})"
         )
 
