@@ -18,7 +18,7 @@ TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads
 def make(attention, attention_from=None, seed=1, **options):
     torch.manual_seed(seed)
     asked = {} if attention == "stock" else {"attention": attention, "attention_from": attention_from}
-    return timm.create_model("vit_tiny_patch16_224", **TINY, **asked, **options)
+    return timm.create_model("vit_tiny_patch16_224", **{**TINY, **asked, **options})
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +50,10 @@ def build(folder, checkpoint, model, attention_from=None):
     return made.state_dict()[WEIGHT], torch.load(file, weights_only=False)["state_dict_ema"][WEIGHT]
 
 
-def pretrained(folder, checkpoint, model, attention_from=None):
+def pretrained(folder, checkpoint, model, attention_from=None, **options):
     file = folder / f"{checkpoint}.pth"
     overlay = {"file": str(file), "num_classes": 5, "input_size": (3, 16, 16)}
-    made = make(model, attention_from, pretrained=True, pretrained_cfg_overlay=overlay)
+    made = make(model, attention_from, pretrained=True, pretrained_cfg_overlay=overlay, **options)
     return made.state_dict()[WEIGHT], torch.load(file, weights_only=True)[WEIGHT]
 
 
@@ -72,6 +72,7 @@ def file(folder, checkpoint, model, attention_from=None, end=".pth", **options):
 LOADERS = {
     "`create_model(checkpoint_path=)`": build,
     "`create_model(pretrained=True)`": pretrained,
+    "`create_model(pretrained=True, num_classes=)`": functools.partial(pretrained, num_classes=3),
     "`resume_checkpoint`": resume,
     "`load_checkpoint`": file,
     "`load_checkpoint(strict=False)`": functools.partial(file, strict=False),

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from quest_core.checkpoints import compare
+from quest_core.checkpoints import compare, refuse_entries
 from quest_core.drafts import host_class
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, moves, rate, refusal
@@ -98,6 +98,7 @@ class TimmAdapter(Adapter):
         change = functools.partial(_build_with_attention, self)
         self.patches.around(_builder, "build_model_with_cfg", change, everywhere=True)
         self.patches.around(_factory, "create_model", _create_with_attention, everywhere=True)
+        self.patches.around(_builder, "load_pretrained", _refuse_unexpected, everywhere=True)
         for kind in (NaFlexVit, VisionTransformer):
             self.patches.around(kind, "load_pretrained", _compare_arrays)
         for name in ("param_groups_weight_decay", "param_groups_layer_decay"):
@@ -206,6 +207,20 @@ def _decay_no_mechanism(stock: Callable[..., Any], model: nn.Module, *arguments:
     for name in {"no_weight_decay_list", "fallback_list"} & {*signature.parameters}:  # the latter in newer timm
         given.arguments[name] = learned.union(given.arguments.get(name, ()))
     return stock(*given.args, **given.kwargs)
+
+
+def _refuse_unexpected(stock: Callable[..., Any], model: nn.Module, *arguments: Any, **options: Any) -> Any:
+    """Run load_pretrained, which ignores unexpected keys if the model has another number of classes."""
+
+    def refuse(module: nn.Module, state_dict: Mapping[str, Any], *_: Any) -> None:
+        if not has_mechanism(module):
+            refuse_entries(state_dict, "timm")
+
+    handle = model.register_load_state_dict_pre_hook(refuse)
+    try:
+        return stock(model, *arguments, **options)
+    finally:
+        handle.remove()
 
 
 def _compare_arrays(stock: Callable[..., Any], model: nn.Module, *arguments: Any, **options: Any) -> Any:
