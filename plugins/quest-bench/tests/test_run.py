@@ -15,7 +15,9 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from quest_bench import worker
 from quest_bench.cli import app_main
@@ -25,6 +27,9 @@ from quest_bench.store import load_all
 from quest_bench.worker import _number, decode, encode, write_json
 from quest_core.registry import packages, temporary
 
+RUN = shlex.split("run fake/suite/one --attention standard --seeds 0 --out out")
+"""A command of one cell; of an option that is given again, the last one counts."""
+
 
 def results(out):
     """Folder -> the time its result was written, which shows what ran again."""
@@ -32,9 +37,6 @@ def results(out):
 
 
 def test_strict_json_keeps_numbers_that_json_lacks():
-    import numpy as np
-    import torch
-
     value = {"a": [math.nan, math.inf, -math.inf, 1.5], "b": {"c": None, "d": "NaN", "e": True, "f": 3}}
     text = json.dumps(encode(value), allow_nan=False)
     back = decode(text)
@@ -48,9 +50,6 @@ def test_strict_json_keeps_numbers_that_json_lacks():
 
 
 def test_metrics_and_series_are_numbers():
-    import numpy as np
-    import torch
-
     for good in (3, np.float32(3), torch.tensor([[3.0]], requires_grad=True), np.array([3])):
         assert _number("metric 'm'", good) == 3.0
     for bad in ("a text", [1.0], None, 1j, torch.tensor([1.0, 2.0]), np.ones(2)):
@@ -166,12 +165,12 @@ def test_a_changed_mechanism_of_a_checkout_is_another_commit(fake, installed, tm
     installed("quest-power", "3.4", f"[quest.attention]\ncubed = {module}\n")
     with temporary():
         packages.cache_clear()
-        command = ["run", "fake/suite/one", "--attention", "cubed", "--out", "out", "--seeds"]
-        assert app_main([*command, "0"]) == 0
+        command = [*RUN, "--attention", "cubed"]
+        assert app_main(command) == 0
         (one,) = load_all(Path("out"))
         assert one.result["commits"]["quest-power"] == now
         (site / file).write_text(SCORE)
-        assert app_main([*command, "0-1"]) == 0
+        assert app_main([*command, "--seeds", "0-1"]) == 0
     for name in [name for name in sys.modules if name.startswith("quest_power")]:
         del sys.modules[name]
     assert app_main(["report", "out"]) == 0
@@ -180,31 +179,30 @@ def test_a_changed_mechanism_of_a_checkout_is_another_commit(fake, installed, tm
 
 @pytest.mark.slow
 def test_a_terminal_sees_bars(fake):
-    command = [sys.executable, "-m", "quest_bench.cli", "run", "fake/suite/one", "--attention", "standard"]
+    command = [sys.executable, "-m", "quest_bench.cli", *RUN]
     environment = {**os.environ, "FORCE_COLOR": "1"}  # rich then takes the pipe for a terminal
-    done = subprocess.run([*command, "--seeds", "0", "--out", "out"], capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert "all cells" in done.stdout
     assert "1 of 1" in done.stdout
 
 
 def test_other_option_values_in_the_same_folder_are_refused_but_sweeps_grow(inside, capfd):
-    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--out", "out"]
-    assert app_main(command) == 0
+    assert app_main(RUN) == 0
     capfd.readouterr()
-    assert app_main([*command, "--set", "steps=5"]) == 2
+    assert app_main([*RUN, "--set", "steps=5"]) == 2
     error = capfd.readouterr().err
     assert "out was run with --set steps 3, and this command says 5" in error
     assert "sweep: steps=3,5" in error.replace("--set ", "")
-    assert app_main([*command, "--smoke"]) == 2
+    assert app_main([*RUN, "--smoke"]) == 2
     assert "--smoke" in capfd.readouterr().err
-    assert app_main([*command, "--set", "steps=3,5"]) == 0
+    assert app_main([*RUN, "--set", "steps=3,5"]) == 0
     assert len(results(Path("out"))) == 2
-    assert app_main([*command, "--set", "steps=5"]) == 0
+    assert app_main([*RUN, "--set", "steps=5"]) == 0
 
 
 def test_failed_cells_are_shown_and_tried_again(inside, capfd):
-    command = shlex.split("run fake/suite/one --attention standard --seeds 0-1 --set mode=flaky --out out")
+    command = [*RUN, "--seeds", "0-1", "--set", "mode=flaky"]
     assert app_main(command) == 1
     shown = capfd.readouterr().out
     assert "1 failed: ValueError: the first try fails  (first: out/cells/" in shown
@@ -218,8 +216,7 @@ def test_failed_cells_are_shown_and_tried_again(inside, capfd):
 
 
 def test_a_worker_that_dies_is_a_failed_cell(fake):
-    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--set", "mode=die"]
-    assert app_main([*command, "--out", "out"]) == 1
+    assert app_main([*RUN, "--set", "mode=die"]) == 1
     (cell,) = load_all(Path("out"))
     assert "SIGKILL" in str(cell.error)
     assert results(Path("out")) == {}
@@ -227,18 +224,17 @@ def test_a_worker_that_dies_is_a_failed_cell(fake):
 
 def test_a_training_whose_loss_ends_on_no_number_has_diverged(inside):
     """A model of NaN still guesses a class, so its accuracy is a number."""
-    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--set", "mode=lost"]
-    app_main([*command, "--out", "out"])
+    app_main([*RUN, "--set", "mode=lost"])
     (cell,) = load_all(Path("out"))
     assert math.isnan(cell.result["metrics"]["score"])
 
 
-def test_a_cell_that_returns_no_number_has_failed(inside):
-    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--set", "mode=nothing,text"]
-    assert app_main([*command, "--out", "out"]) == 1
+def test_a_cell_that_returns_no_number_or_has_no_memory_has_failed(inside):
+    assert app_main([*RUN, "--set", "mode=nothing,text,memory"]) == 1
     errors = {c.spec["options"]["mode"]: c.error for c in load_all(Path("out"))}
     assert "returned no 'score'" in str(errors["nothing"])
     assert errors["text"] == "TypeError: metric 'score' is 'about 10.0', which is not a number\n"
+    assert errors["memory"] == "MemoryError; the cell ran out of memory: try fewer --jobs, or a smaller batch\n"
     assert results(Path("out")) == {}
 
 
@@ -255,8 +251,8 @@ def test_stopping_leaves_no_half_result_and_no_worker(fake, stop, status, words,
     # A shell that starts its jobs in the background lets them ignore SIGINT, and what they start inherits that.
     code = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     code += "; runpy.run_module('quest_bench.cli', run_name='__main__', alter_sys=True)"
-    command = [sys.executable, "-c", code, "run", "fake/suite/one", "--attention", "standard,quest"]
-    command += ["--seeds", "0-1", "--set", "mode=hang", "--jobs", "2", "--out", "out"]
+    command = [sys.executable, "-c", code, *RUN, "--attention", "standard,quest", "--seeds", "0-1"]
+    command += ["--set", "mode=hang", "--jobs", "2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             _until(lambda: len(list(Path("out").glob("cells/*/work/pid"))) == 2 and all(_pids()))
@@ -273,8 +269,7 @@ def test_stopping_leaves_no_half_result_and_no_worker(fake, stop, status, words,
     assert app_main(["status", "out"]) == 0
     assert "0 done, 0 running, 0 failed, 4 unfinished" in capfd.readouterr().out  # also those that never began
     assert decode(Path("out/run.json").read_text())["runs"][0]["interrupted"]
-    # nothing is finished, so other settings are welcome
-    assert app_main(["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--out", "out"]) == 0
+    assert app_main(RUN) == 0  # nothing is finished, so other settings are welcome
 
 
 def _pids():
@@ -375,25 +370,22 @@ def test_names_of_any_script_and_length_are_cells(inside):
 
 def test_a_hung_cell_times_out(fake):
     """The time counts from the start of its process, so that an import may hang too."""
-    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0-1", "--set", "mode=hang"]
-    assert app_main([*command, "--timeout", "1", "--out", "out"]) == 1
+    assert app_main([*RUN, "--seeds", "0-1", "--set", "mode=hang", "--timeout", "1"]) == 1
     states = [(cell.state, cell.error) for cell in load_all(Path("out"))]
     assert states == 2 * [("failed", "timed out after 1 s (--timeout)\n")]
 
 
 @pytest.mark.slow
 def test_a_good_cell_finishes_beside_a_hung_one(fake):
-    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--set", "mode=hang,ok"]
-    assert app_main([*command, "--jobs", "2", "--timeout", "30", "--out", "out"]) == 1
+    assert app_main([*RUN, "--set", "mode=hang,ok", "--jobs", "2", "--timeout", "30"]) == 1
     states = {cell.spec["options"]["mode"]: (cell.state, cell.error) for cell in load_all(Path("out"))}
     assert states == {"hang": ("failed", "timed out after 30 s (--timeout)\n"), "ok": ("done", None)}
 
 
 def test_a_cell_that_continues_has_no_seconds(inside):
     """Those of its last part would pass for a fast cell."""
-    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0-1", "--set", "mode=flaky"]
-    assert app_main([*command, "--out", "out"]) == 1
-    assert app_main([*command, "--out", "out"]) == 0
+    command = [*RUN, "--seeds", "0-1", "--set", "mode=flaky"]
+    assert [app_main(command), app_main(command)] == [1, 0]
     seconds = {cell.spec["seed"]: cell.result["seconds"] for cell in load_all(Path("out")) if cell.result}
     assert seconds[0] > 0
     assert math.isnan(seconds[1])
@@ -402,7 +394,7 @@ def test_a_cell_that_continues_has_no_seconds(inside):
 
 
 def test_a_torn_file_is_named_and_runs_again_once_it_is_deleted(inside, capfd):
-    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0-1", "--out", "out"]
+    command = [*RUN, "--seeds", "0-1"]
     assert app_main(command) == 0
     torn = next(Path("out").glob("cells/*/result.json"))
     torn.write_text(torn.read_text()[:50])
@@ -435,7 +427,7 @@ def test_a_torn_file_is_named_and_runs_again_once_it_is_deleted(inside, capfd):
 
 
 def test_a_cell_that_another_command_runs_is_left_to_it(fake, run_inside, monkeypatch, capfd):
-    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0-1", "--out", "out"]
+    command = [*RUN, "--seeds", "0-1"]
     with monkeypatch.context() as patch:
         patch.setattr(Runner, "run", run_inside)
         assert app_main(command) == 0
@@ -450,7 +442,6 @@ def test_a_cell_that_another_command_runs_is_left_to_it(fake, run_inside, monkey
     assert not path.exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "words"),
     [
@@ -458,35 +449,22 @@ def test_a_cell_that_another_command_runs_is_left_to_it(fake, run_inside, monkey
         (errno.EROFS, "Read-only file system; choose a writable folder"),
     ],
 )
-def test_a_disk_that_cannot_be_written_is_one_line_with_the_file(fake, monkeypatch, capfd, code, words):
+def test_a_disk_that_cannot_be_written_is_one_line_with_the_file_and_keeps_the_old_ones(
+    inside, monkeypatch, capfd, code, words
+):
     def full(*_):
         raise OSError(code, os.strerror(code))
 
-    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--out", "out"]
-    monkeypatch.setattr(os, "fsync", full)
-    assert app_main(command) == 2
-    error = capfd.readouterr().err
-    assert f"out/run.json: {words}, then run the same command again" in error
-    assert len(error.strip().splitlines()) == 1
-    monkeypatch.undo()
-    monkeypatch.chdir(fake)
-
-
-def test_a_report_on_a_full_disk_names_the_file_and_keeps_the_old_one(inside, monkeypatch, capfd):
-    assert app_main(["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--out", "out"]) == 0
+    assert app_main(RUN) == 0
     assert app_main(["report", "out"]) == 0
     before = {path: path.read_bytes() for path in Path("out").glob("**/*") if path.is_file()}
     capfd.readouterr()
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        assert app_main(["report", "out"]) == 2
-    error = capfd.readouterr().err
-    assert ".png: No space left on device; free some space" in error
-    assert len(error.strip().splitlines()) == 1
+    monkeypatch.setattr(os, "fsync", full)
+    for command, name in ((["report", "out"], ".png"), ([*RUN, "--seeds", "0-1"], "out/run.json")):
+        assert app_main(command) == 2
+        error = capfd.readouterr().err
+        assert f"{name}: {words}, then run the same command again" in error
+        assert len(error.strip().splitlines()) == 1
     assert {path: path.read_bytes() for path in before} == before
     assert Path("out/results.parquet") in before
 
@@ -498,37 +476,25 @@ def test_a_full_disk_in_a_worker_fails_the_cell_and_resumes(fake):
     good = tasks.read_text()
     tasks.write_text("import os, errno, traceback\n\ndef full(*_):\n    raise OSError(errno.ENOSPC, 'No space left "
                      f"on device')\n\nos.fsync = traceback.print_exc = full\n{good}")  # fmt: skip
-    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--out", "out"]
-    assert app_main(command) == 1
+    assert app_main(RUN) == 1
     (cell,) = load_all(Path("out"))
     assert cell.error is None or "No space left on device; free some space" in cell.error
     tasks.write_text(good)
-    assert app_main(command) == 0
-
-
-@pytest.mark.slow
-def test_a_cell_without_memory_says_so_and_resumes(fake):
-    tasks = fake.parent / "site" / "fakebench" / "tasks.py"
-    command = shlex.split("run fake/suite/one --attention standard --seeds 0 --set mode=memory --out out")
-    assert app_main(command) == 1
-    (cell,) = load_all(Path("out"))
-    assert cell.error == "MemoryError; the cell ran out of memory: try fewer --jobs, or a smaller batch\n"
-    tasks.write_text(tasks.read_text().replace("bytearray(2**62)", "pass"))
-    assert app_main(command) == 0
+    assert app_main(RUN) == 0
 
 
 def test_a_cell_that_another_commit_began_starts_again(inside, capfd):
-    command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--set", "mode=flaky,fail"]
-    assert app_main([*command, "--out", "out"]) == 1
+    command = [*RUN, "--set", "mode=flaky,fail"]
+    assert app_main(command) == 1
     cell = next(path.parent for path in Path("out").glob("cells/*/error.txt"))
     (cell / "work" / "half").touch()
     begun = decode((cell / "origin.json").read_text())
-    assert app_main([*command, "--out", "out"]) == 1
+    assert app_main(command) == 1
     assert (cell / "work" / "half").is_file()
     for other in (json.dumps({**begun, "versions": {"fakebench": "1.1"}}), '{"versions"'):
         (cell / "work" / "half").touch()
         (cell / "origin.json").write_text(other)
-        assert app_main([*command, "--out", "out"]) == 1
+        assert app_main(command) == 1
         assert not (cell / "work" / "half").exists()
         assert "another commit or version began this cell" in capfd.readouterr().out
 
@@ -547,9 +513,8 @@ def test_data_counts_by_its_content(inside, capfd):
 
 
 def test_merge_status_and_compare(inside, capfd):
-    command = ["run", "fake/suite/one", "--attention", "standard,quest"]
-    assert app_main([*command, "--seeds", "0-1", "--out", "a"]) == 0
-    assert app_main([*command, "--seeds", "1-2", "--out", "b"]) == 0
+    for out, seeds in (("a", "0-1"), ("b", "1-2")):
+        assert app_main([*RUN, "--attention", "standard,quest", "--seeds", seeds, "--out", out]) == 0
     assert app_main(["merge", "a", "b", "--out", "c"]) == 0
     assert "c: 6 cells copied, 0 were there" in capfd.readouterr().out
     assert app_main(["merge", "a", "--out", "c"]) == 0
@@ -572,9 +537,8 @@ def test_merge_status_and_compare(inside, capfd):
 
 
 def test_merging_mixes_commits_visibly_and_leaves_no_half_cell(inside, monkeypatch):
-    command = ["run", "fake/suite/one", "--seeds", "0-1", "--attention"]
-    assert app_main([*command, "standard", "--out", "a"]) == 0
-    assert app_main([*command, "quest", "--out", "b"]) == 0
+    for out, attention in (("a", "standard"), ("b", "quest")):
+        assert app_main([*RUN, "--attention", attention, "--seeds", "0-1", "--out", out]) == 0
     for path in Path("b").glob("cells/*/result.json"):
         write_json(path, {**decode(path.read_text()), "commits": {"quest-core": "b" * 40}})
     with monkeypatch.context() as patch:
@@ -603,17 +567,14 @@ def test_a_group_can_resume_what_one_of_it_began(fake):
     """The files of a cell are as open as the umask lets them be."""
     before = os.umask(0o002)
     try:
-        command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0", "--out", "out"]
-        assert app_main(command) == 0
+        assert app_main(RUN) == 0
     finally:
         os.umask(before)
-    closed = [path for path in Path("out").rglob("*") if not path.stat().st_mode & 0o020]
-    assert closed == []
+    assert [path for path in Path("out").rglob("*") if not path.stat().st_mode & 0o020] == []
 
 
 def test_a_crash_on_most_seeds_is_not_better(inside):
-    command = ["run", "fake/suite/one", "--attention", "standard,quest", "--seeds", "0-7", "--set", "mode=crash"]
-    assert app_main([*command, "--out", "out"]) == 1
+    assert app_main([*RUN, "--attention", "standard,quest", "--seeds", "0-7", "--set", "mode=crash"]) == 1
     assert app_main(["report", "out"]) == 0
     text = Path("out/report.md").read_text()
     assert "no significant difference from standard (p = 0.727, sign test: 3 won, 5 lost); 5 of 8 seeds failed" in text
@@ -626,8 +587,7 @@ def test_a_crash_on_most_seeds_is_not_better(inside):
 
 def test_kv_heads_are_checked_before_a_worker_starts(describe, capfd):
     describe('"heads": 8')
-    command = ["run", "fake/suite/one", "--out", "out", "--attention"]
     for wrong in ("kv_heads=5", "ratio=3"):
-        assert app_main([*command, f"quest+gqa({wrong})"]) == 2
+        assert app_main([*RUN, "--attention", f"quest+gqa({wrong})"]) == 2
         assert f"{wrong.replace('=', ' is ')}, which does not divide the 8 heads" in capfd.readouterr().err
     assert not Path("out").exists()
