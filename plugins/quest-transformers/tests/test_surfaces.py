@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import transformers as hf
-from models import BERT, CAUSAL, CLASSES, CONFIGS, LLAMA, SEQ2SEQ_MODELS, SITES, build, inputs
+from models import BERT, CAUSAL, CLASSES, CONFIGS, LLAMA, SEQ2SEQ_MODELS, SITES, VIT, build, inputs, sharp
 
 import quest_core
 from devtools.wrong import WRONG
@@ -113,9 +113,8 @@ def test_ways_to_load(options, tmp_path):
     assert {x.dtype for x in again.parameters()} == {dtype}
     tolerance = 0.1 if dtype == torch.bfloat16 else 1e-6
     arguments = inputs("llama")
-    torch.testing.assert_close(
-        logits(again, arguments).float(), logits(model, arguments), rtol=tolerance, atol=tolerance
-    )
+    found = logits(again, arguments).float()
+    torch.testing.assert_close(found, logits(model, arguments), rtol=tolerance, atol=tolerance)
 
 
 def test_weights_of_a_base_model_load_into_one_with_a_head(tmp_path):
@@ -140,10 +139,8 @@ def test_weights_on_disk_are_not_converted(attention, tmp_path):
     build("llama").save_pretrained(tmp_path)
     kept = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
     options = {"attn_implementation": attention, "attention_from": "standard"}
-    offload = {
-        "device_map": {**dict.fromkeys(kept, "cpu"), "model.layers.1": "disk"},
-        "offload_folder": tmp_path / "disk",
-    }
+    places = dict.fromkeys(kept, "cpu") | {"model.layers.1": "disk"}
+    offload = {"device_map": places, "offload_folder": tmp_path / "disk"}
     with pytest.raises(UnsupportedError, match="'model.layers.1.self_attn' is offloaded to disk"):
         hf.AutoModelForCausalLM.from_pretrained(tmp_path, **options, **offload)
     hf.AutoModelForCausalLM.from_pretrained(tmp_path, **options).save_pretrained(tmp_path)
@@ -162,6 +159,9 @@ def test_key_heads_of_the_host_become_fewer_and_not_more():
     assert fewer.model.layers[0].self_attn.num_key_value_groups == 4
     with pytest.raises(UnsupportedError, match="its 2 key/value heads cannot be reduced to 4"):
         build("llama", attention="quest+gqa(kv_heads=4)")
+    config = hf.MixtralConfig(**LLAMA, num_local_experts=2, num_experts_per_tok=1)
+    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="quest+gqa(kv_heads=1)")
+    assert logits(model, {"input_ids": torch.randint(3, 50, (2, 7))}).isfinite().all()
 
 
 # --- encoder and decoder apart ----------------------------------------------------------------------------------------
@@ -189,14 +189,12 @@ def test_encoder_decoder_and_cross_attention_are_chosen_apart(name, tmp_path):
 
 
 def clip():
-    return hf.CLIPConfig(
-        text_config={**BERT, "bos_token_id": 1, "eos_token_id": 2},
-        vision_config={**VISION, "intermediate_size": 48},
-        projection_dim=16,
-    )
+    text, vision = {**BERT, "bos_token_id": 1, "eos_token_id": 2}, {**VIT, "intermediate_size": 48}
+    return hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
 
 
-VISION = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 8, "patch_size": 2}
+def pair():
+    return {"input_ids": torch.randint(3, 50, (2, 7)), "pixel_values": torch.randn(2, 3, 8, 8)}
 
 
 @pytest.mark.parametrize(
@@ -214,7 +212,7 @@ def test_the_parts_of_a_composite_model_have_configs_of_their_own(chosen, found,
     late.load_state_dict(model.state_dict())
     model.save_pretrained(tmp_path)
     late.save_pretrained(tmp_path / "late")
-    arguments = {"input_ids": torch.randint(3, 50, (2, 7)), "pixel_values": torch.randn(2, 3, 8, 8)}
+    arguments = pair()
     saved = (hf.AutoModel.from_pretrained(path) for path in (tmp_path, tmp_path / "late"))
     for each in (model, late, *saved):
         configs = (each.config, each.config.vision_config, each.config.text_config)
@@ -224,9 +222,8 @@ def test_the_parts_of_a_composite_model_have_configs_of_their_own(chosen, found,
 
 
 def test_a_whole_that_asks_and_a_part_that_does_not_are_refused():
-    config = clip()
-    with pytest.raises(quest_core.InjectionError, match="the configs of 2 modules ask for none: text_model.encoder"):
-        hf.CLIPModel._from_config(config, attn_implementation={"": "quest", "vision_config": "sigmoid"})
+    with pytest.raises(InjectionError, match="the configs of 2 modules ask for none: text_model.encoder"):
+        hf.CLIPModel._from_config(clip(), attn_implementation={"": "quest", "vision_config": "sigmoid"})
 
 
 def test_a_part_of_a_model_at_hand_can_be_replaced_apart():
@@ -253,7 +250,7 @@ def test_a_part_of_a_model_at_hand_can_be_replaced_apart():
 @pytest.mark.parametrize("bad", ["nonsense", "flash_attention_2"])
 def test_a_name_that_the_host_refuses_leaves_the_other_parts_as_they_were(bad):
     model = hf.CLIPModel(clip()).eval()
-    arguments = {"input_ids": torch.randint(3, 50, (2, 7)), "pixel_values": torch.randn(2, 3, 8, 8)}
+    arguments = pair()
     before, keys = model(**arguments).logits_per_image, set(model.state_dict())
     with pytest.raises((ConfigError, ImportError)):
         model.set_attn_implementation({"text_config": "quest", "vision_config": bad})
@@ -292,8 +289,7 @@ def test_every_module_has_the_config_of_its_model_after_any_changes(name, sequen
     config = CONFIGS["llama"]() if name == "llama" else clip()
     kind = hf.LlamaForCausalLM if name == "llama" else hf.CLIPModel
     model, other = kind(config).eval(), kind(config).eval()
-    arguments = {"input_ids": torch.randint(3, 50, (2, 7)), "pixel_values": torch.randn(2, 3, 8, 8)}
-    arguments = arguments if name == "clip" else inputs("llama")
+    arguments = pair() if name == "clip" else inputs("llama")
     before = {path: vars(module).get("config") for path, module in model.named_modules()}
     wanted, function = model(**arguments)[0], config._attn_implementation
 
@@ -331,7 +327,7 @@ def test_a_model_that_was_built_with_an_attention_is_stock_after_uninject(attent
     twin.save_pretrained(tmp_path)
     model = (hf.CLIPModel.from_pretrained(tmp_path) if loads else hf.CLIPModel(config)).eval()
     stock = hf.CLIPModel(clip()).eval()
-    arguments = {"input_ids": torch.randint(3, 50, (2, 7)), "pixel_values": torch.randn(2, 3, 8, 8)}
+    arguments = pair()
     said, before = [part.attention for part in parts_of(config)], twin(**arguments)[0]
     quest_core.uninject(model)
     stock.load_state_dict(model.state_dict())
@@ -363,49 +359,24 @@ def test_a_part_of_a_composite_model_loads_from_its_checkpoint(chosen, found, tm
             hf.CLIPVisionModel.from_pretrained(tmp_path, attn_implementation="sdpa")
 
 
-OTHERS = {
-    "opt": lambda: hf.OPTConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48, word_embed_proj_dim=32
-    ),  # it scales queries itself
-    "neox": lambda: hf.GPTNeoXConfig(**BERT),  # one layer makes q, k and v
-    "phi3": lambda: hf.Phi3Config(**LLAMA, pad_token_id=0),
-    "mixtral": lambda: hf.MixtralConfig(**LLAMA, num_local_experts=2, num_experts_per_tok=1),
+OWN_LAYERS = {
+    "OPT": {**BERT, "ffn_dim": 48, "word_embed_proj_dim": 32},  # as many key heads as query heads, whatever the layer
+    "GPTNeoX": BERT,  # one layer makes q, k and v
+    "Phi3": {**LLAMA, "pad_token_id": 0},
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_fewer_key_heads_run_or_are_refused_by_name(name):
-    """OPT gives its keys as many heads as its queries, whatever their projection has."""
-    config = OTHERS[name]()
-    if name == "mixtral":
-        model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="quest+gqa(kv_heads=1)")
-        assert logits(model, {"input_ids": torch.randint(3, 50, (2, 7))}).isfinite().all()
-        return
+@pytest.mark.parametrize("name", OWN_LAYERS)
+def test_fewer_key_heads_of_other_layers_are_refused(name):
+    config = getattr(hf, f"{name}Config")(**OWN_LAYERS[name])
     with pytest.raises(UnsupportedError, match="the host's projections cannot change their shape"):
         hf.AutoModelForCausalLM.from_config(config, attn_implementation="quest+gqa(kv_heads=1)")
-
-
-@pytest.mark.parametrize("given", [{"name": "quest"}, {"name": "quest+gqa", "kv_heads": 2}, {"name": "qest"}])
-@pytest.mark.parametrize("late", [False, True])
-def test_a_mapping_is_an_attention_or_an_error_and_never_ignored(given, late):
-    def put(attention):
-        model = hf.AutoModelForCausalLM.from_config(CONFIGS["llama"](), attn_implementation=None if late else attention)
-        if late:
-            model.set_attn_implementation(attention)
-        return model
-
-    if given["name"] == "qest":
-        with pytest.raises(ConfigError, match="did you mean 'quest'"):
-            put(given)
-    else:
-        assert put(given).config.attention == str(AttentionConfig.parse(given))
-    with pytest.raises(ConfigError, match="'visoin_config' is not a part of LlamaConfig"):
-        put({"visoin_config": "quest"})
 
 
 HERE = [
     ({"attention": "quest_core"}, "did you mean 'quest'"),
     ({"attention": "Quest"}, "did you mean 'quest'"),
+    ({"attention": {"name": "qest"}}, "did you mean 'quest'"),
     ({"attention": {"nme": "quest"}}, "'nme' is not a part of LlamaConfig"),
     ({"attention": {"encodr": "quest"}}, "'encodr' is not a part of LlamaConfig; did you mean 'encoder'"),
     ({"attention": {"vision_config": "quest"}}, "'vision_config' is not a part of LlamaConfig"),
@@ -432,6 +403,9 @@ def test_a_wrong_option_is_one_error(options, said, tmp_path):
     if "attention_from" not in given:  # an option of from_pretrained
         with pytest.raises(ConfigError, match=said):
             hf.AutoModelForCausalLM.from_config(CONFIGS["llama"](), **given)
+    if [*given] == ["attn_implementation"]:
+        with pytest.raises(ConfigError, match=said):
+            build("llama").set_attn_implementation(*given.values())
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention", "sdpa"])
@@ -450,24 +424,27 @@ def test_a_function_that_a_model_does_not_support_is_the_hosts_own_error(name, a
     assert "mechanism" not in str(caught.value)
 
 
-@pytest.mark.parametrize("given", [{"name": "quest+gqa", "kv_heads": 1}, {"": "quest"}, "quest+softmax"])
-def test_from_pretrained_reads_an_attention_as_from_config_does(given, tmp_path):
+GIVEN = [{"name": "quest"}, {"name": "quest+gqa", "kv_heads": 1}, {"": "quest"}, "quest+softmax"]
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=str)
+def test_a_text_and_a_mapping_are_an_attention_everywhere(given, tmp_path):
     build("llama").save_pretrained(tmp_path)
     want = str(AttentionConfig.parse(given.get("", given) if isinstance(given, dict) else given))
     model = hf.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=given, attention_from="standard")
+    fresh, late = build("llama", attention=given), build("llama")
+    late.set_attn_implementation(given)
     config = hf.AutoConfig.from_pretrained(tmp_path, attn_implementation=given)
-    late = CONFIGS["llama"]()
-    late.attn_implementation = given
-    assert [each.attention for each in (model.config, config, late)] == [want] * 3
-    late.attn_implementation = "sdpa"
-    assert (late.attention, late._attn_implementation) == (None, "sdpa")
+    own = CONFIGS["llama"]()
+    own.attn_implementation = given
+    assert [each.attention for each in (model.config, fresh.config, late.config, config, own)] == [want] * 5
+    own.attn_implementation = "sdpa"
+    assert (own.attention, own._attn_implementation) == (None, "sdpa")
 
 
 # --- generation -------------------------------------------------------------------------------------------------------
 
 GENERATE = {"greedy": {}, "beams": {"num_beams": 3}, "static": {"cache_implementation": "static"}}
-
-
 GENERATED = ("standard", "quest", "qknorm-hs", "quest+sigmoid", "elliptical-quest")
 
 
@@ -481,10 +458,7 @@ GENERATED = ("standard", "quest", "qknorm-hs", "quest+sigmoid", "elliptical-ques
     ],
 )
 def test_generation_with_a_cache_equals_generation_without(name, way, attention):
-    model = build(name, attention=attention).eval()
-    with torch.no_grad():  # logits far apart, so that rounding decides nothing
-        for parameter in model.parameters():
-            parameter.mul_(3)
+    model = sharp(build(name, attention=attention))
     arguments = {k: v for k, v in inputs(name, padded=True).items() if k in ("input_ids", "attention_mask")}
     common = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
     want = model.generate(**arguments, **common, **{**GENERATE[way], "cache_implementation": None}, use_cache=False)
