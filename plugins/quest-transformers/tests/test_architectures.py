@@ -82,7 +82,7 @@ def check(name):
     if found is None:
         raise LookupError(name)
     config, want = found
-    for attention in ("standard", "quest"):
+    for attention in ("standard", "quest", "quest+sigmoid"):
         try:
             model = built(config, attention)
         except (UnsupportedError, InjectionError):
@@ -111,18 +111,11 @@ def test_any_architecture_is_right_or_refused(seed):
     assert not any(wrong), "\n".join(filter(None, wrong))
 
 
-# A decoder that does not say that it is causal, scaled queries, one layer for q, k and v, and experts.
-@pytest.mark.parametrize("name", ["bigbird_pegasus", "opt", "gpt_neox", "phi3", "mixtral"])
+# A decoder that does not say that it is causal, scaled queries, one layer for q, k and v, experts, a cache of latents.
+@pytest.mark.parametrize("name", ["bigbird_pegasus", "opt", "gpt_neox", "phi3", "mixtral", "deepseek_v2"])
 def test_an_architecture_is_right_and_not_refused(name):
     assert check(name) is None
     assert built(CONFIG_MAPPING[name](**SIZES), "quest").attention_report.replacements
-
-
-@pytest.mark.parametrize("attention", ["standard", "quest", "quest+sigmoid"])
-def test_a_cache_of_latents_holds_no_unit_keys(attention):
-    model = built(hf.DeepseekV2Config(**MLA), attention)
-    first, *others = ways(model)
-    assert all(equal(other, first) for other in others)
 
 
 @pytest.mark.parametrize("attention", ["standard", "quest"])
@@ -264,9 +257,8 @@ def test_a_learned_factor_is_no_scaling():
     config = hf.TimesFmConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, **sizes)
     series = {"past_values": torch.randn(2, 16), "past_values_padding": torch.zeros(2, 16, dtype=torch.long)}
     series["freq"] = torch.zeros(2, 1, dtype=torch.long)
-    eager, standard, quest = (
-        built(config, one, hf.AutoModel)(**series).last_hidden_state for one in ("eager", "standard", "quest")
-    )
+    models = (built(config, attention, hf.AutoModel) for attention in ("eager", "standard", "quest"))
+    eager, standard, quest = (model(**series).last_hidden_state for model in models)
     torch.testing.assert_close(standard, eager)
     assert not equal(quest, eager)
 
@@ -458,15 +450,14 @@ def test_a_function_that_the_interface_does_not_return_is_refused():
     x = torch.randn(2, 5, 32)
     model = Transformers4Model._from_config(hf.PretrainedConfig(), attn_implementation="quest").eval()
     q, k, v = model.attention.operands(x)
-    weights = (q @ torch.nn.functional.normalize(k, dim=-1).mT).softmax(-1)
-    torch.testing.assert_close(model(x), model.attention.o_proj((weights @ v).transpose(1, 2).flatten(2)))
+    unit, plain = (q @ torch.nn.functional.normalize(k, dim=-1).mT, q @ k.mT * 8**-0.5)
+    want, stock = (model.attention.o_proj((z.softmax(-1) @ v).transpose(1, 2).flatten(2)) for z in (unit, plain))
+    torch.testing.assert_close(model(x), want)
     model.set_attn_implementation("eager")
     with pytest.raises(UnsupportedError, match=r"every function but eager attention.*sdpa"):
         model(x)
     model.set_attn_implementation("standard")
-    torch.testing.assert_close(
-        model(x), model.attention.o_proj((q @ k.mT * 8**-0.5).softmax(-1).matmul(v).transpose(1, 2).flatten(2))
-    )
+    torch.testing.assert_close(model(x), stock)
 
 
 @torch.no_grad()
