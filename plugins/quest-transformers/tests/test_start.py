@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 import transformers as hf
-from models import BERT, CLASSES, SEQ2SEQ_MODELS, build
+from models import BERT, CLASSES, SEQ2SEQ_MODELS, build, inputs
 
-from quest_core import CheckpointError, ConfigError, UnsupportedError
+from quest_core import CheckpointError, ConfigError, UnsupportedError, calibrate
 from quest_transformers import TransformersAdapter
 
 STARTED = "quest(init=5, key_init=2)"
@@ -48,10 +48,9 @@ def test_each_role_starts_as_its_own_attention_says():
 
 def test_pretrained_weights_are_not_scaled(tmp_path):
     build("llama").save_pretrained(tmp_path)
+    options = {"attn_implementation": "quest(init=5)", "attention_from": "standard"}
     with pytest.raises(CheckpointError, match="sets the norms of new projections"):
-        hf.AutoModelForCausalLM.from_pretrained(
-            tmp_path, attn_implementation="quest(init=5)", attention_from="standard"
-        )
+        hf.AutoModelForCausalLM.from_pretrained(tmp_path, **options)
     with pytest.raises(ConfigError, match="this model may be trained"):
         build("llama").set_attn_implementation("quest(init=5)")
 
@@ -69,6 +68,16 @@ def test_a_model_inside_a_new_one_keeps_its_weights():
     assert {path: after[f"encoder.{path}"] for path in before} == before
 
 
-def test_norms_after_the_projections_are_refused():
+def test_norms_that_no_projection_sets_are_refused():
+    """A start, and the factors of quest_core.calibrate."""
     with pytest.raises(UnsupportedError, match="they are normalized after their projections"):
         build("qwen3", attention="quest(init=5)")
+    model = build("qwen3")
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with pytest.raises(UnsupportedError, match="normalized after their projections \\(q_norm, k_norm\\)"):
+        calibrate(model, [inputs("qwen3")], "quest")
+    assert model.config.attention is None
+    torch.testing.assert_close(dict(model.state_dict()), before)
+    model = hf.AutoModelForCausalLM.from_config(hf.GPTNeoXConfig(**BERT))
+    with pytest.raises(UnsupportedError, match="projections are not Linear layers of one role each"):
+        calibrate(model, [{"input_ids": torch.randint(3, 50, (2, 7))}], "quest")
