@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import transformers as hf
-from models import CONFIGS, SEQ2SEQ_MODELS, build, inputs
+from models import CONFIGS, SEQ2SEQ_MODELS, build, inputs, sharp
 
 import quest_core
 from quest_core.errors import UnsupportedError
@@ -25,10 +25,10 @@ def cache_of(kind, model):
     return hf.DynamicCache(config=model.config) if kind == "dynamic" else hf.DynamicCache()
 
 
-def feed(model, cache, *pieces, ids=IDS):
+def feed(model, cache, *pieces, ids=IDS, **more):
     """The logits [B, N, vocabulary] of the tokens in the given pieces, one call each."""
     with torch.no_grad():
-        found = [model(input_ids=part, past_key_values=cache).logits for part in ids.split(pieces, 1)]
+        found = [model(input_ids=part, past_key_values=cache, **more).logits for part in ids.split(pieces, 1)]
     return torch.cat(found, 1)
 
 
@@ -128,10 +128,8 @@ def test_the_cache_of_a_stock_model_is_normalized_in_each_step(name):
         more = {"encoder_outputs": (made.encoder_last_hidden_state,)} if name in SEQ2SEQ_MODELS else {}
         caches = [copy.deepcopy(made.past_key_values) for _ in range(2)]
         for _ in range(2):
-            got, want = (
-                m(**token, **more, past_key_values=cache).logits
-                for m, cache in zip((model, plain), caches, strict=True)
-            )
+            pairs = zip((model, plain), caches, strict=True)
+            got, want = (each(**token, **more, past_key_values=cache).logits for each, cache in pairs)
             torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
@@ -215,13 +213,10 @@ def test_gpt2_with_cross_attention():
     seen = torch.randn(2, 7, 32)
     with torch.no_grad():
         want = model(input_ids=IDS, encoder_hidden_states=seen, use_cache=False).logits
-        cache = hf.EncoderDecoderCache(hf.DynamicCache(), hf.DynamicCache())
-        parts = [
-            model(input_ids=part, encoder_hidden_states=seen, past_key_values=cache).logits
-            for part in IDS.split((10, 1, 1), 1)
-        ]
+    cache = hf.EncoderDecoderCache(hf.DynamicCache(), hf.DynamicCache())
+    got = feed(model, cache, 10, 1, 1, encoder_hidden_states=seen)
     assert all(marked(cache.self_attention_cache) + marked(cache.cross_attention_cache))
-    torch.testing.assert_close(torch.cat(parts, 1), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -268,13 +263,11 @@ def test_a_mechanism_that_needs_other_keys_refuses_unit_keys(attention):
         mechanism(q, q, q, unit_keys=True)
 
 
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.parametrize("kind", ["static", "without config"])
 def test_a_cache_that_was_reset_serves_a_stock_model(kind):
     """It holds no unit keys any more."""
     ours, stock = build("llama", attention="quest").eval(), build("llama").eval()
-    caches = [
-        hf.StaticCache(stock.config, max_cache_len=16) if kind == "static" else hf.DynamicCache() for _ in range(2)
-    ]
+    caches = [cache_of(kind, stock) for _ in range(2)]
     ids = torch.arange(10)[None] + 3
     with torch.no_grad():
         ours(ids, past_key_values=caches[0])
@@ -288,11 +281,8 @@ def test_a_cache_that_was_reset_serves_a_stock_model(kind):
 @pytest.mark.parametrize("function", ["sdpa", "eager"])
 @pytest.mark.parametrize("attention", ["standard", "quest", "quest(scale=2)", "qknorm-hs"])
 def test_continuous_batching_equals_generation(attention, function):
-    model = build("llama", attention=attention).eval()
+    model = sharp(build("llama", attention=attention))
     model.set_attn_implementation(function)
-    with torch.no_grad():  # logits far apart, so that rounding decides nothing
-        for parameter in model.parameters():
-            parameter.mul_(3)
     common = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
     prompts = [[5, 6, 7, 8], [9, 10]]
     small = hf.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=32)  # of all the memory there is
@@ -314,7 +304,6 @@ def test_what_continuous_batching_cannot_do_is_refused_by_name():
         attend("flash_attention_2", None, module, x, x[:, :2], x[:, :2], None, **pages)
 
 
-@torch.no_grad()
 def test_an_output_that_reads_its_own_values_takes_no_static_cache():
     class Own(Output):
         causal = cached = True
@@ -326,9 +315,6 @@ def test_an_output_that_reads_its_own_values_takes_no_static_cache():
     with temporary():
         register("own", source="")(Own)
         model = build("llama", attention="own").eval()
-        want = model(IDS, use_cache=False).logits
-        cache = hf.DynamicCache(config=model.config)
-        got = torch.cat([model(part, past_key_values=cache).logits for part in IDS.split([9, 1, 2], 1)], 1)
-        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(feed(model, cache_of("dynamic", model), 9, 1, 2), whole(model))
         with pytest.raises(UnsupportedError, match="'own' reads the values .* use a dynamic cache"):
-            model(IDS, past_key_values=hf.StaticCache(config=model.config, max_cache_len=24))
+            feed(model, cache_of("static", model), LENGTH)

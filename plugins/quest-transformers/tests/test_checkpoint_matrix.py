@@ -1,7 +1,6 @@
 """Load checkpoints of another attention by every loader of transformers; the table is in docs/checkpoints.md."""
 
 import functools
-import warnings
 
 import peft
 import pytest
@@ -11,7 +10,7 @@ from models import BERT, build, inputs
 from safetensors.torch import load_file
 
 from devtools import matrix
-from quest_core import AttentionMismatchWarning, CheckpointError
+from quest_core import CheckpointError
 from quest_core.checkpoints import set_attention_from
 
 WEIGHT = "model.layers.0.self_attn.q_proj.weight"
@@ -32,10 +31,8 @@ def folder(tmp_path_factory):
 
 
 def from_pretrained(folder, checkpoint, model, attention_from=None):
-    name = "sdpa" if model == "stock" else model
-    return hf.AutoModelForCausalLM.from_pretrained(
-        folder / checkpoint, attn_implementation=name, attention_from=attention_from
-    )
+    options = {"attn_implementation": "sdpa" if model == "stock" else model, "attention_from": attention_from}
+    return hf.AutoModelForCausalLM.from_pretrained(folder / checkpoint, **options)
 
 
 def in_parts(folder, checkpoint, model, attention_from=None):
@@ -53,13 +50,10 @@ def with_a_config(folder, checkpoint, model, attention_from=None):
 
 
 def from_a_state_dict(folder, checkpoint, model, attention_from=None):
-    return hf.LlamaForCausalLM.from_pretrained(
-        None,
-        config=hf.AutoConfig.from_pretrained(folder / "stock"),
-        state_dict=torch.load(folder / checkpoint / "state.pt", weights_only=True),
-        attn_implementation="sdpa" if model == "stock" else model,
-        attention_from=attention_from,
-    )
+    config = hf.AutoConfig.from_pretrained(folder / "stock")
+    state = torch.load(folder / checkpoint / "state.pt", weights_only=True)
+    options = {"attn_implementation": "sdpa" if model == "stock" else model, "attention_from": attention_from}
+    return hf.LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state, **options)
 
 
 def built(model, attention_from):
@@ -111,6 +105,7 @@ def test_key_heads_of_the_host_are_pooled(loader, folder):
         torch.testing.assert_close(made.state_dict()[key], stored.view(2, 8, 32).mean(0))
 
 
+@pytest.mark.filterwarnings("error::quest_core.AttentionMismatchWarning")
 @pytest.mark.parametrize("attention", ["quest", "qknorm"])
 def test_a_layer_that_the_checkpoint_lacks_starts_fresh(attention, tmp_path):
     build("llama", attention=attention).save_pretrained(tmp_path)
@@ -119,9 +114,7 @@ def test_a_layer_that_the_checkpoint_lacks_starts_fresh(attention, tmp_path):
     larger = hf.AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
     mechanisms = [layer.self_attn.mechanism for layer in larger.model.layers]
     torch.testing.assert_close(mechanisms[2].state_dict(), mechanisms[0].state_dict())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AttentionMismatchWarning)
-        larger.load_state_dict(build("llama", attention=attention).state_dict(), strict=False)
+    larger.load_state_dict(build("llama", attention=attention).state_dict(), strict=False)
 
 
 def test_cross_attention_of_a_warm_start_is_fresh(tmp_path):
@@ -132,23 +125,21 @@ def test_cross_attention_of_a_warm_start_is_fresh(tmp_path):
     crossed.mechanism.load_state_dict(both.encoder.encoder.layer[0].attention.self.mechanism.state_dict())
 
 
+@pytest.mark.filterwarnings("error::quest_core.AttentionMismatchWarning")
 @pytest.mark.parametrize("saved", [["self_attn"], ["mechanism"], ["lm_head"], None])
 def test_an_adapter_of_peft_loads_what_it_saved(saved, tmp_path):
     def base():
         return build("llama", attention="qknorm").eval()
 
-    tuned = peft.get_peft_model(
-        base(), peft.LoraConfig(target_modules=["up_proj"], modules_to_save=saved, init_lora_weights=False)
-    )
+    lora = peft.LoraConfig(target_modules=["up_proj"], modules_to_save=saved, init_lora_weights=False)
+    tuned = peft.get_peft_model(base(), lora)
     with torch.no_grad():
         for parameter in (p for p in tuned.parameters() if p.requires_grad):
             parameter.add_(0.1)
     tuned.save_pretrained(tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AttentionMismatchWarning)
-        again = peft.PeftModel.from_pretrained(base(), tmp_path)
-        resumed = peft.get_peft_model(base(), peft.LoraConfig.from_pretrained(tmp_path))
-        resumed.load_adapter(tmp_path, "default")  # Trainer resumes so
+    again = peft.PeftModel.from_pretrained(base(), tmp_path)
+    resumed = peft.get_peft_model(base(), peft.LoraConfig.from_pretrained(tmp_path))
+    resumed.load_adapter(tmp_path, "default")  # Trainer resumes so
     arguments = inputs("llama")
     for one in (again, resumed):
         torch.testing.assert_close(one.eval()(**arguments).logits, tuned.eval()(**arguments).logits)
@@ -162,9 +153,8 @@ def test_a_saved_module_of_another_attention_is_an_error(tmp_path):
 
 
 def test_transformers_loads_an_adapter(tmp_path):
-    tuned = peft.get_peft_model(
-        build("llama", attention="quest").eval(), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-    )
+    lora = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    tuned = peft.get_peft_model(build("llama", attention="quest").eval(), lora)
     tuned.save_pretrained(tmp_path)
     made = build("llama", attention="quest").eval()
     made.load_adapter(str(tmp_path))

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from models import BERT
 from transformers import BertConfig, BertModel
 
 import quest_transformers  # noqa: F401
@@ -10,9 +11,7 @@ from devtools.support import check
 
 
 def loss(attention, **options):
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = BertConfig(vocab_size=50, attn_implementation=attention, **sizes, **options)
-    model = BertModel._from_config(config)
+    model = BertModel._from_config(BertConfig(**BERT, attn_implementation=attention, **options))
     return model(torch.randint(50, (2, 9))).last_hidden_state.pow(2).mean()
 
 

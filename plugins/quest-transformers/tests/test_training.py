@@ -3,35 +3,20 @@
 import pytest
 import torch
 import transformers as hf
-from models import CONFIGS, build, inputs
+from models import CONFIGS, build, inputs, sharp
 
 import quest_core
 from quest_core import CheckpointError, InjectionError
 from quest_core.errors import InputError
 
-
-class Data(torch.utils.data.Dataset):
-    def __len__(self):
-        return 24
-
-    def __getitem__(self, index):
-        ids = torch.arange(index, index + 8) % 47 + 3
-        return {"input_ids": ids, "labels": ids}
+TEXTS = [torch.arange(start, start + 8) % 47 + 3 for start in range(24)]
+DATA = [{"input_ids": ids, "labels": ids} for ids in TEXTS]
 
 
 def trainer(model, folder, **options):
-    arguments = hf.TrainingArguments(
-        folder,
-        per_device_train_batch_size=4,
-        num_train_epochs=1,
-        save_steps=2,
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        **options,
-    )
-    return hf.Trainer(model, arguments, train_dataset=Data())
+    options |= {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_steps": 2, "logging_steps": 1}
+    arguments = hf.TrainingArguments(folder, per_device_train_batch_size=4, num_train_epochs=1, **options)
+    return hf.Trainer(model, arguments, train_dataset=DATA)
 
 
 def losses(made):
@@ -142,10 +127,7 @@ def test_a_model_without_attention_is_refused():
 def test_families_decode_with_a_dynamic_cache(attention):
     config = hf.GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0.0)
     torch.manual_seed(0)
-    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3)
+    model = sharp(hf.AutoModelForCausalLM.from_config(config, attn_implementation=attention))
     ids = inputs("gpt2")["input_ids"]
     common = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     assert torch.equal(model.generate(ids, **common), model.generate(ids, **common, use_cache=False))

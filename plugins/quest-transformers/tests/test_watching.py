@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers as hf
+from models import LLAMA
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.masking_utils import eager_mask
 from transformers.models.gemma2 import modeling_gemma2
@@ -27,17 +28,9 @@ def train(tmp_path, callbacks, **options):
     config = LlamaConfig(vocab_size=11, num_hidden_layers=2, max_position_embeddings=16, **sizes)
     model = LlamaForCausalLM._from_config(config, **options)
     data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 11, (16, 8))]
-    arguments = TrainingArguments(
-        str(tmp_path),
-        max_steps=4,
-        logging_steps=2,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        report_to=["tensorboard"],
-        use_cpu=True,
-        disable_tqdm=True,
-        learning_rate=0.01,
-    )
+    steps = {"max_steps": 4, "logging_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    steps |= {"use_cpu": True, "disable_tqdm": True, "learning_rate": 0.01}
+    arguments = TrainingArguments(str(tmp_path), report_to=["tensorboard"], **steps)
     trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=callbacks)
     trainer.train()
     return model, [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -66,14 +59,13 @@ def test_queries_are_clipped_after_every_step(tmp_path):
     assert [set(found) for found in factors] == [{f"model.layers.{i}.self_attn" for i in range(2)}] * 4
 
 
-SMALL = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL = {**LLAMA, "attention_dropout": 0.0}
 
 
 def of_its_own_softmax(name, attention):
     """A model with caps or sinks, whose weights are far from uniform."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"vocab_size": 50, "num_hidden_layers": 2, "head_dim": 8, "sliding_window": 4, "initializer_range": 0.4}
+    sizes = {**SMALL, "head_dim": 8, "sliding_window": 4, "initializer_range": 0.4}
     if name == "gemma2":
         config = hf.Gemma2Config(**sizes, attn_logit_softcapping=2.0)
     else:
@@ -134,7 +126,7 @@ def test_a_kernel_that_hides_keys_by_itself_is_not_replaced(kind, monkeypatch):
     monkeypatch.setitem(hf.AttentionMaskInterface._global_mapping, "kernel", own_mask)
     torch.manual_seed(0)
     window = 4 if kind == "a window" else None
-    model = hf.MistralForCausalLM(hf.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=window))
+    model = hf.MistralForCausalLM(hf.MistralConfig(**SMALL, sliding_window=window))
     model.set_attn_implementation("quest")
     model.set_attn_implementation("kernel")
     given = {"input_ids": torch.randint(3, 50, (2, 9)), "attention_mask": torch.ones(2, 9, dtype=torch.long)}

@@ -1,6 +1,7 @@
 """transformers without this plugin refuses its models and its names."""
 
 import pytest
+import torch
 from models import build
 
 from devtools.running import python
@@ -36,10 +37,8 @@ def test_a_saved_model_and_the_name_are_refused(tmp_path):
 @pytest.mark.slow
 def test_quest_run_imports_the_plugin(tmp_path):
     build("gpt2").save_pretrained(tmp_path)
-    (tmp_path / "train.py").write_text(
-        LOAD.format(cases=[(".", {"attn_implementation": "quest", "attention_from": "standard"})])
-        + "print('quest_core' in sys.modules)"
-    )
+    options = {"attn_implementation": "quest", "attention_from": "standard"}
+    (tmp_path / "train.py").write_text(LOAD.format(cases=[(".", options)]))
     code = "from quest_core.cli import main; main(['run', '--host', 'transformers', 'train.py'])"
     printed = "".join(python("-c", code, cwd=tmp_path))
     assert "loaded" in printed
@@ -48,8 +47,6 @@ def test_quest_run_imports_the_plugin(tmp_path):
 
 @pytest.mark.slow
 def test_a_pickled_model_loads(tmp_path):
-    import torch
-
     torch.save(build("gpt2", attention="quest+sigmoid").eval(), tmp_path / "model.pt")
     printed, _ = python(
         "-c",

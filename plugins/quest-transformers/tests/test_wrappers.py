@@ -91,14 +91,17 @@ TUNERS = {
     ),
 }
 MULTIPLY = {"loha", "oft", "adalora"}  # weights in the forward, which a written-out site takes for its own
+PAIRS = list(itertools.product(KINDS, TUNERS))
+REFUSED = [("packed", tuner) for tuner in TUNERS if tuner not in ("lora", "modules_to_save")]  # by peft
+TUNED = [pair for pair in PAIRS if pair not in REFUSED]
 
 
-@pytest.mark.parametrize(("kind", "tuner"), list(itertools.product(KINDS, TUNERS)))
+@pytest.mark.parametrize(("kind", "tuner"), PAIRS)
 def test_adapters_train_load_and_merge(kind, tuner, tmp_path):
     attention = "qknorm-hs"  # unit keys, and a parameter
     config = TUNERS[tuner](PARTS[kind])
-    if kind == "packed" and tuner not in ("lora", "modules_to_save"):
-        with pytest.raises((ValueError, TypeError)):  # by peft, as for the stock module
+    if (kind, tuner) in REFUSED:
+        with pytest.raises((ValueError, TypeError)):  # as for the stock module
             peft.get_peft_model(net(kind, attention), config)
         return
     tuned = peft.get_peft_model(net(kind, attention), config).eval()
@@ -130,11 +133,9 @@ def test_adapters_train_load_and_merge(kind, tuner, tmp_path):
         torch.testing.assert_close(again.unload()(X), net(kind, attention)(X))
 
 
-@pytest.mark.parametrize(("kind", "tuner"), list(itertools.product(KINDS, TUNERS)))
+@pytest.mark.parametrize(("kind", "tuner"), TUNED)
 def test_an_adapter_on_standard_attention_is_the_one_on_the_host(kind, tuner):
     """Also what peft does with a whole nn.MultiheadAttention, such as how it merges out_proj: peft#3774."""
-    if kind == "packed" and tuner not in ("lora", "modules_to_save"):
-        return  # refused by peft
     made = []
     for attention in (None, "standard"):
         torch.manual_seed(1)
@@ -167,10 +168,8 @@ def test_adapters_that_save_different_modules_load_beside_each_other(kind, tmp_p
         torch.testing.assert_close(again.eval()(X), want[name], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "tuner"), list(itertools.product(KINDS, TUNERS)))
+@pytest.mark.parametrize(("kind", "tuner"), TUNED)
 def test_attention_is_replaced_around_adapters_or_refused(kind, tuner):
-    if kind == "packed" and tuner not in ("lora", "modules_to_save"):
-        return  # refused by peft
     tuned = peft.get_peft_model(net(kind, None), TUNERS[tuner](PARTS[kind])).eval()
     other = copy.deepcopy(tuned)
     want = tuned(X)
@@ -190,20 +189,13 @@ def test_attention_is_replaced_around_adapters_or_refused(kind, tuner):
 
 @pytest.mark.parametrize("config", [peft.PromptTuningConfig, peft.PrefixTuningConfig, peft.PromptEncoderConfig])
 def test_virtual_tokens_train_and_load(config, tmp_path):
-    attention = "qknorm"
-
-    def tuner(base):
-        return config(task_type="CAUSAL_LM", num_virtual_tokens=3)
-
-    base, arguments = build("llama", attention=attention).eval(), inputs("llama")
-    state = copy.deepcopy(base.state_dict())
-    tuned = peft.get_peft_model(base, tuner(base)).eval()
+    base, again = (build("llama", attention="qknorm").eval() for _ in range(2))
+    arguments = inputs("llama")
+    tuned = peft.get_peft_model(base, config(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
     tuned(**arguments).logits.square().sum().backward()
     assert all(p.grad is not None for p in tuned.parameters() if p.requires_grad)
     want = tuned(**arguments).logits
     tuned.save_pretrained(tmp_path)
-    again = build("llama", attention=attention)
-    again.load_state_dict(state)
     again = peft.PeftModel.from_pretrained(again, tmp_path).eval()
     torch.testing.assert_close(again(**arguments).logits, want)
 
