@@ -14,10 +14,13 @@ except ModuleNotFoundError:
 
 import mmengine.config.config  # noqa: E402
 import pytest  # noqa: E402
+import torch  # noqa: E402
 import yapf.yapflib.yapf_api  # noqa: E402
 from mmengine.config import ConfigDict  # noqa: E402
 from mmengine.logging import MMLogger  # noqa: E402
 from mmengine.registry import init_default_scope  # noqa: E402
+from mmengine.structures import PixelData  # noqa: E402
+from mmseg.structures import SegDataSample  # noqa: E402
 
 init_default_scope("mmseg")
 logging.getLogger("mmengine").setLevel(logging.WARNING)
@@ -29,35 +32,26 @@ CLASSES = 5
 
 
 def segmenter(**options: Any) -> ConfigDict:
-    """A config of Segmenter with dropout, for images of about 32x48 in patches of 8."""
+    """A config of Segmenter for images of about 32x48 in patches of 8; with `attention`, of the plugin's."""
+    sizes = {"embed_dims": 16, "num_layers": 2, "num_heads": 4}
+    image = {"mean": [127.5] * 3, "std": [127.5] * 3, "size": (32, 48)}
+    backbone = {"type": "VisionTransformer", "img_size": (32, 48), "patch_size": 8, "final_norm": True, **sizes}
+    head = {"type": "SegmenterMaskTransformerHead", "in_channels": 16, "channels": 16, "num_classes": CLASSES, **sizes}
+    loss = {"type": "CrossEntropyLoss", "avg_non_ignore": True}
     config = {
-        "type": "EncoderDecoder",
-        "data_preprocessor": {"type": "SegDataPreProcessor", "mean": [127.5] * 3, "std": [127.5] * 3, "size": (32, 48)},
-        "backbone": {
-            "type": "VisionTransformer",
-            "img_size": (32, 48),
-            "patch_size": 8,
-            "embed_dims": 16,
-            "num_layers": 2,
-            "num_heads": 4,
-            "final_norm": True,
-            "norm_cfg": NORM,
-        },
-        "decode_head": {
-            "type": "SegmenterMaskTransformerHead",
-            "in_channels": 16,
-            "channels": 16,
-            "num_classes": CLASSES,
-            "num_layers": 2,
-            "num_heads": 4,
-            "embed_dims": 16,
-            "dropout_ratio": 0.0,
-            "drop_path_rate": 0.0,
-            "loss_decode": {"type": "CrossEntropyLoss", "avg_non_ignore": True},
-        },
+        "type": "quest_mmseg.EncoderDecoder" if "attention" in options else "EncoderDecoder",
+        "data_preprocessor": {"type": "SegDataPreProcessor", **image},
+        "backbone": {**backbone, "norm_cfg": NORM},
+        "decode_head": {**head, "dropout_ratio": 0.0, "drop_path_rate": 0.0, "loss_decode": loss},
         "test_cfg": {"mode": "whole"},
     }
     return ConfigDict({**config, **options})
+
+
+def sample(shape: tuple[int, int] = (32, 48), classes: int = CLASSES) -> SegDataSample:
+    """The labels of an image, drawn."""
+    info = dict.fromkeys(("img_shape", "ori_shape", "pad_shape", "batch_input_shape"), shape)
+    return SegDataSample(gt_sem_seg=PixelData(data=torch.randint(classes, (1, *shape))), metainfo=info)
 
 
 @pytest.fixture

@@ -11,16 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CLASSES, segmenter
+from conftest import sample, segmenter
 from mmengine.config import Config
 from mmengine.logging.logger import MMFormatter
 from mmengine.model import ExponentialMovingAverage, PretrainedInit
 from mmengine.runner import FlexibleRunner, Runner
-from mmengine.structures import PixelData
 from mmseg.apis import init_model
 from mmseg.registry import MODELS
-from mmseg.structures import SegDataSample
-from torch import nn
 from torch.utils.data import Dataset
 
 from devtools import matrix
@@ -37,24 +34,16 @@ class Images(Dataset[Any]):
         return 2
 
     def __getitem__(self, index):
-        generator = torch.Generator().manual_seed(index)
-        truth = PixelData(data=torch.randint(CLASSES, (1, 32, 48), generator=generator))
-        info = {"img_shape": (32, 48), "ori_shape": (32, 48)}
-        image = torch.randint(255, (3, 32, 48), generator=generator, dtype=torch.uint8)
-        return {"inputs": image, "data_samples": SegDataSample(gt_sem_seg=truth, metainfo=info)}
+        return {"inputs": torch.randint(255, (3, 32, 48), dtype=torch.uint8), "data_samples": sample()}
 
 
 def config(built, **options):
     """The config of a model; "stock" is mmseg's own."""
-    if built != "stock":
-        options |= {"type": "quest_mmseg.EncoderDecoder", "attention": built}
-    return segmenter(**options)
+    return segmenter(**options if built == "stock" else {"attention": built, **options})
 
 
 def model(built, **options):
-    made = MODELS.build(config(built, **options))
-    assert isinstance(made, nn.Module)
-    return made
+    return MODELS.build(config(built, **options))
 
 
 def run(built, folder, use="train", kind=Runner, **options):
@@ -62,9 +51,8 @@ def run(built, folder, use="train", kind=Runner, **options):
     loader = {"batch_size": 2, "num_workers": 0, "sampler": {"type": "DefaultSampler"}, "dataset": Images()}
     parts = {"test_dataloader": loader, "test_cfg": {}, "test_evaluator": []}
     if use == "train":
-        optimizer = {"optimizer": {"type": "SGD", "lr": 0.01}}
         parts = {"train_dataloader": loader, "train_cfg": {"by_epoch": False, "max_iters": 1}}
-        parts["optim_wrapper"] = optimizer
+        parts["optim_wrapper"] = {"optimizer": {"type": "SGD", "lr": 0.01}}
     hooks = {"logger": None, "checkpoint": None, **options.pop("hooks", {})}
     name = uuid.uuid4().hex  # mmengine keeps a runner's logger under this name
     parts |= {"work_dir": str(folder), "default_hooks": hooks, "experiment_name": name, "default_scope": "mmseg"}
@@ -72,21 +60,19 @@ def run(built, folder, use="train", kind=Runner, **options):
     getattr(runner, use)()
 
 
+def resume(path, built, work, **options):
+    run(built, work, load_from=path, resume=True, **options)
+
+
 LOADERS: dict[str, Callable[[str, str, Path], Any]] = {
-    "`resume`": lambda path, built, work: run(built, work, load_from=path, resume=True),
-    "`resume` with `EMAHook`": lambda path, built, work: run(
-        built, work, load_from=path, resume=True, custom_hooks=EMA
-    ),
-    "`resume` of `FlexibleRunner`": lambda path, built, work: run(
-        built, work, kind=FlexibleRunner, load_from=path, resume=True
-    ),
+    "`resume`": resume,
+    "`resume` with `EMAHook`": lambda *given: resume(*given, custom_hooks=EMA),
+    "`resume` of `FlexibleRunner`": lambda *given: resume(*given, kind=FlexibleRunner),
     "`load_from`": lambda path, built, work: run(built, work, load_from=path),
     "`tools/test.py`": lambda path, built, work: run(built, work, "test", load_from=path),
     "`init_model`": lambda path, built, work: init_model(Config({"model": config(built)}), path, "cpu"),
     "`pretrained`": lambda path, built, work: model(built, pretrained=path + ".backbone").init_weights(),
-    "`init_cfg` with `prefix`": lambda path, built, work: PretrainedInit(path, prefix="backbone.")(
-        model(built).backbone
-    ),
+    "`init_cfg` with `prefix`": lambda path, built, _: PretrainedInit(path, prefix="backbone.")(model(built).backbone),
     "`ExponentialMovingAverage`": lambda path, built, work: ExponentialMovingAverage(model(built)).load_state_dict(
         torch.load(path, weights_only=False)["ema_state_dict"]
     ),
@@ -106,7 +92,7 @@ def trained(tmp_path_factory):
         run(name, folder, hooks=hooks, custom_hooks=EMA)
         paths[name] = str(folder / "iter_1.pth")
         state = torch.load(paths[name], weights_only=False)["state_dict"]
-        backbone = {key[len("backbone.") :]: value for key, value in state.items() if key.startswith("backbone.")}
+        backbone = {key.removeprefix("backbone."): x for key, x in state.items() if key.startswith("backbone.")}
         torch.save(backbone, paths[name] + ".backbone")
     return paths
 
@@ -157,9 +143,8 @@ def test_the_log_file_has_the_report_and_the_warning(trained, tmp_path):
     assert len([line for line in lines if "WARNING - these weights were trained with standard" in line]) == 1
 
 
+@pytest.mark.filterwarnings("error::quest_core.AttentionMismatchWarning")
 def test_attention_from_is_read_in_the_config(trained, tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AttentionMismatchWarning)
-        for built, source in (("sigmoid", "quest"), ("quest", "standard"), ("quest+gqa(kv_heads=2)", "standard")):
-            path = trained[{"standard": "stock"}.get(source, source)]
-            run(built, tmp_path, load_from=path, model={"attention_from": source})
+    for built, source in (("sigmoid", "quest"), ("quest", "standard"), ("quest+gqa(kv_heads=2)", "standard")):
+        path = trained[{"standard": "stock"}.get(source, source)]
+        run(built, tmp_path, load_from=path, model={"attention_from": source})

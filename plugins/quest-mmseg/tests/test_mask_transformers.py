@@ -7,10 +7,9 @@ from pathlib import Path
 import mmseg
 import pytest
 import torch
+from conftest import sample
 from mmengine.config import Config
-from mmengine.structures import PixelData
 from mmseg.registry import MODELS
-from mmseg.structures import SegDataSample
 
 from quest_core import inject
 from quest_core.errors import UnsupportedError
@@ -51,9 +50,8 @@ def build(config, attention):
 def trained(model):
     """The loss of a batch and every gradient."""
     torch.manual_seed(1)
-    info = {"img_shape": SHAPE, "ori_shape": SHAPE, "pad_shape": SHAPE, "batch_input_shape": SHAPE}
-    samples = [SegDataSample(gt_sem_seg=PixelData(data=torch.randint(5, (1, *SHAPE))), metainfo=info) for _ in range(2)]
-    loss = sum(x for name, x in model.loss(torch.randn(2, 3, *SHAPE), samples).items() if "loss" in name)
+    losses = model.loss(torch.randn(2, 3, *SHAPE), [sample(SHAPE), sample(SHAPE)])
+    loss = sum(x for name, x in losses.items() if "loss" in name)
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
@@ -111,11 +109,10 @@ def san(attention, **recognition):
 
 def predicted(model):
     torch.manual_seed(1)
-    info = {"img_shape": SHAPE, "pad_shape": SHAPE, "ori_shape": SHAPE}
     with torch.no_grad():
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.2)
-        return model.encode_decode(torch.randn(1, 3, *SHAPE), [info])
+        return model.encode_decode(torch.randn(1, 3, *SHAPE), [sample(SHAPE).metainfo])
 
 
 def test_san_takes_the_one_key():

@@ -32,17 +32,12 @@ BACKBONES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def config(kind, attention=None, **options):
-    made = segmenter(backbone={**BACKBONES[kind], **options})
-    made.decode_head.in_index = 0
-    if attention is not None:
-        made.update(type="quest_mmseg.EncoderDecoder", attention=attention)
-    return made
-
-
 def build(kind, attention=None, **options):
     torch.manual_seed(0)
-    return MODELS.build(config(kind, attention, **options))
+    options |= {} if attention is None else {"attention": attention}
+    config = segmenter(backbone=BACKBONES[kind], **options)
+    config.decode_head.in_index = 0
+    return MODELS.build(config)
 
 
 @pytest.mark.parametrize("kind", BACKBONES)
@@ -112,5 +107,4 @@ def test_without_quest_timm_the_error_names_it(monkeypatch):
     monkeypatch.setattr(plugins, "plugins", lambda: found)
     with pytest.raises(quest_core.InjectionError, match=r"leave 2 as they are.*pip install 'quest-timm\[host\]'"):
         build("timm", "quest")
-    model = MODELS.build(config("timm", "quest") | {"allow_partial": True})
-    assert len(model.attention_report.left_alone) == 2
+    assert len(build("timm", "quest", allow_partial=True).attention_report.left_alone) == 2
