@@ -18,6 +18,5 @@ def test_a_torchvision_of_another_build(tmp_path):
     said = python("-c", doctor, cwd=tmp_path, path=[tmp_path])[0]
     assert re.search(r"quest-timm \S+ with timm \S+: its host timm \S+ cannot be imported: RuntimeError: ", said)
     assert TORCHVISION in said
-    assert (
-        "fix: python -c 'import timm' shows the whole error; pip install 'quest-timm[host]' --force-reinstall" in said
-    )
+    fix = "fix: python -c 'import timm' shows the whole error; pip install 'quest-timm[host]' --force-reinstall"
+    assert fix in said
