@@ -159,13 +159,13 @@ def _run(runner: Runner, cells: Sequence[Cell]) -> Outcome:
     for cell in cells:
         if store.state(cell) == "done":
             continue
-        path = cell.workdir.with_name("cell.json")
-        path.with_name("error.txt").unlink(missing_ok=True)
+        folder = cell.workdir.parent
+        (folder / "error.txt").unlink(missing_ok=True)
         try:
-            worker.run(path, lambda message: None)
+            worker.run(folder / "cell.json", lambda message: None)
             outcome.done.append(cell)
         except Exception as error:
-            store.fail(path.parent, reason := worker.describe_error(error))
+            store.fail(folder, reason := worker.describe_error(error))
             outcome.failed.append((cell, reason))
     return outcome
 

@@ -35,15 +35,9 @@ def test_errors_are_one_red_line(fake, capfd, arguments, words):
     assert not Path("runs").exists()
 
 
-def test_wrong_usage_is_2(fake):
-    assert app_main(["run"]) == 2
-    assert app_main(["rum"]) == 2
-
-
-def test_help_teaches(fake, capfd):
-    assert app_main(["run", "--help"]) == 0
-    shown = capfd.readouterr().out
-    assert "--attention standard,quest --seeds 0-4" in shown
+def test_wrong_usage_is_2_and_help_teaches(fake, capfd):
+    assert [app_main(["run"]), app_main(["rum"]), app_main(["run", "--help"])] == [2, 2, 0]
+    assert "--attention standard,quest --seeds 0-4" in capfd.readouterr().out
 
 
 def test_ls_shows_suites_and_broken_plugins(fake, capfd, monkeypatch):

@@ -33,12 +33,8 @@ def suite(fake):
 
 
 def test_lists_split_outside_brackets_and_quotes():
-    assert split_list('standard, quest+gqa(kv_heads=4, b=2),"a,b",[1,2],') == [
-        "standard",
-        "quest+gqa(kv_heads=4, b=2)",
-        "a,b",
-        "[1,2]",
-    ]
+    found = split_list('standard, quest+gqa(kv_heads=4, b=2),"a,b",[1,2],')
+    assert found == ["standard", "quest+gqa(kv_heads=4, b=2)", "a,b", "[1,2]"]
 
 
 def test_attentions_are_canonical_and_unique():
@@ -204,13 +200,12 @@ def test_cells_are_the_grid_and_their_folders_are_stable(suite):
 
 
 def test_reproduce_reads_back(suite):
-    plan = Plan(
-        suite, {"one": None}, ["quest+gqa(kv_heads=1)"], [0, 1, 5], parse_settings(suite, ["scale=null", "steps=4"])
-    )
+    settings = parse_settings(suite, ["scale=null", "steps=4"])
+    plan = Plan(suite, {"one": None}, ["quest+gqa(kv_heads=1)"], [0, 1, 5], settings)
     words = shlex.split(reproduce(describe(plan.cells(Path("out"))[0]), [5, 0, 1], suite))
     assert words[:4] == ["quest", "bench", "run", "fake/suite/one"]
     assert parse_attentions(words[words.index("--attention") + 1]) == ["quest+gqa(kv_heads=1)"]
     assert words[words.index("--seeds") + 1] == "0-1,5"
     given = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
     assert given == ["scale=null", "steps=4"]
-    assert parse_settings(suite, given) == plan.settings
+    assert parse_settings(suite, given) == settings

@@ -81,9 +81,8 @@ def test_a_failed_seed_is_a_loss():
     assert (found.wins, found.losses, found.failed, found.test) == (3, 5, 5, "sign")
     assert found.difference.low > 0
     assert found.mark == ""
-    assert verdict(found, "standard").startswith(
-        "no significant difference from standard (p = 0.727, sign test: 3 won, 5 lost)"
-    )
+    said = "no significant difference from standard (p = 0.727, sign test: 3 won, 5 lost)"
+    assert verdict(found, "standard").startswith(said)
     (found,) = correct([compare(dict.fromkeys(range(8), NAN), base, False)])
     assert (found.mark, verdict(found, "standard").split(" (")[0]) == ("▼", "worse than standard")
     (found,) = correct([compare(base, dict.fromkeys(range(8), NAN), False)])
@@ -97,9 +96,8 @@ def test_holm_by_hand():
     cases = [[1.0, 1.2, 0.7, 1.1], [0.2, 0.5, -0.1, 0.3], [-1.0, 1.1, 0.4, -0.6]]
     found = correct([compare(dict(enumerate(case)), dict.fromkeys(range(4), 0.0), True) for case in cases])
     first, second, third = sorted(one.p for one in found)
-    assert sorted(one.adjusted for one in found) == pytest.approx(
-        [3 * first, max(3 * first, 2 * second), max(3 * first, 2 * second, third)]
-    )
+    adjusted = [3 * first, max(3 * first, 2 * second), max(3 * first, 2 * second, third)]
+    assert sorted(one.adjusted for one in found) == pytest.approx(adjusted)
     assert {one.family for one in found} == {3}
 
 

@@ -85,6 +85,5 @@ def test_a_table_of_mixed_cells_compares_with_their_folder(fake):
     assert keys[0] == keys[1]
     everyone = ["quest", "standard"]
     assert mixtures(again) == mixtures(cells) == {"threads": {"1": everyone}, "device": {"cpu": everyone}}
-    assert [one.result and one.result["metrics"] for one in again] == [
-        one.result and one.result["metrics"] for one in cells
-    ]
+    found, wanted = ([one.result and one.result["metrics"] for one in each] for each in (again, cells))
+    assert found == wanted
