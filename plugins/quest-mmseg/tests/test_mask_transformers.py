@@ -1,7 +1,6 @@
 """Mask2Former, MaskFormer (mmdetection's decoders) and SAN, in mmseg's own configs made small."""
 
 import copy
-import warnings
 from pathlib import Path
 
 import mmseg
@@ -14,6 +13,7 @@ from mmseg.registry import MODELS
 from quest_core import inject
 from quest_core.errors import UnsupportedError
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # of mmseg
 CONFIGS = Path(mmseg.__file__).parent / ".mim" / "configs"
 SHAPE = (64, 64)
 
@@ -58,35 +58,33 @@ def trained(model):
 
 @pytest.mark.parametrize(("make", "sites"), [(mask2former, 6), (maskformer, 4)])
 def test_decoders_of_mmdetection(make, sites):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = small(make())
-        want, grads = trained(build(config, None))
-        model = build(config, "standard")
-        got, ours = trained(model)
-        assert got == pytest.approx(want, rel=1e-5)
-        for name, grad in grads.items():
-            assert (grad is None) == (ours[name] is None), name
-            if grad is not None:
-                torch.testing.assert_close(ours[name], grad, rtol=1e-3, atol=1e-4, msg=name)
-        assert len(model.attention_report.replacements) >= sites
-        for attention in ("quest+gqa(kv_heads=2)", *["elliptical"] * (make is maskformer)):
-            other, grads = trained(build(config, attention))
-            assert other != pytest.approx(want, rel=1e-5)
-            assert all(g.isfinite().all() for g in grads.values() if g is not None)
+    config = small(make())
+    want, grads = trained(build(config, None))
+    model = build(config, "standard")
+    got, ours = trained(model)
+    assert got == pytest.approx(want, rel=1e-5)
+    for name, grad in grads.items():
+        assert (grad is None) == (ours[name] is None), name
+        if grad is not None:
+            torch.testing.assert_close(ours[name], grad, rtol=1e-3, atol=1e-4, msg=name)
+    assert len(model.attention_report.replacements) >= sites
+    for attention in ("quest+gqa(kv_heads=2)", *["elliptical"] * (make is maskformer)):
+        other, grads = trained(build(config, attention))
+        assert other != pytest.approx(want, rel=1e-5)
+        assert all(g.isfinite().all() for g in grads.values() if g is not None)
 
 
-def test_masks_for_each_query_need_weights():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises(UnsupportedError, match="hides or weighs single pairs"):
-            build(small(mask2former()), "linear")
-        # Object queries are a set: nothing says which comes first.
-        with pytest.raises(UnsupportedError, match="it needs ordered tokens|hides or weighs single pairs"):
-            build(small(mask2former()), "aft-full")
-        # Its layers see images of three sizes in turn.
-        with pytest.raises(UnsupportedError, match="layers.0.cross_attn.*those of the one before, which differ here"):
-            build(small(mask2former()), "elliptical")
+@pytest.mark.parametrize(
+    ("attention", "why"),
+    [
+        ("linear", "hides or weighs single pairs"),
+        ("aft-full", "it needs ordered tokens|hides or weighs single pairs"),  # object queries are a set
+        ("elliptical", "layers.0.cross_attn.*those of the one before, which differ here"),  # images of three sizes
+    ],
+)
+def test_masks_for_each_query_need_weights(attention, why):
+    with pytest.raises(UnsupportedError, match=why):
+        build(small(mask2former()), attention)
 
 
 def san(attention, **recognition):
