@@ -19,6 +19,7 @@ from fairseq.data import Dictionary
 from fairseq.dataclass import utils
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 import quest_fairseq
 from quest_suites.fairseq.tasks import preprocess
@@ -26,6 +27,10 @@ from quest_suites.fairseq.tasks import preprocess
 USER_DIR = str(Path(quest_fairseq.__file__).parent)
 SHAPE = ["--decoder-layers", "2", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
 SHAPE += ["--decoder-attention-heads", "4", "--share-decoder-input-output-embed"]
+ENCODER = ["--encoder-layers", "2", "--encoder-embed-dim", "16", "--encoder-ffn-embed-dim", "32"]
+ENCODER += ["--encoder-attention-heads", "4"]
+DECODER = [part.replace("encoder", "decoder") for part in ENCODER]
+"""Options of smaller parts; of an option that is given again, the last one counts."""
 
 
 class Tools:
@@ -60,6 +65,14 @@ class Tools:
         given += ["--context-window", "8", "--sample-break-mode", "none", "--num-workers", "0", "--batch-size", "8"]
         given += ["--required-batch-size-multiple", "1"]
         return self("eval_lm", *given, *arguments)
+
+    def hydra(self, folder: Path, data: Path, **changes: Any) -> None:
+        """fairseq-hydra-train with the options of pydocs.yaml and changes, into `folder`/out."""
+        given = {"task": {"data": str(data)}, "common": {"cpu": True, "user_dir": USER_DIR}}
+        yaml = OmegaConf.merge(OmegaConf.load(Path(USER_DIR) / "configs" / "pydocs.yaml"), given, changes)
+        OmegaConf.save(yaml, folder / "changed.yaml")
+        save = f"checkpoint.save_dir={folder}/out"
+        self("hydra_train", "--config-dir", folder, "--config-name", "changed", save, f"hydra.run.dir={folder}")
 
 
 @pytest.fixture
@@ -102,20 +115,15 @@ def mt_data(tmp_path_factory):
 @pytest.fixture(scope="session", autouse=True)
 def _compose_once():
     """hydra takes half a second for the options of a command. It reads their defaults and each override once."""
-    compose, parser = utils.compose, OverridesParser.create()
-    parsed, composed = (
-        functools.cache(parser.parse_rule),
-        functools.cache(lambda groups: compose("config", overrides=[*groups], strict=False)),
-    )
-
-    compared = set()
+    compose, compared = utils.compose, set()
+    parsed = functools.cache(OverridesParser.create().parse_rule)
+    composed = functools.cache(lambda groups: compose("config", overrides=[*groups], strict=False))
 
     def once(name, overrides, strict):
         groups = tuple(given for given in overrides if "." not in given.partition("=")[0])
         cfg = copy.deepcopy(composed(groups))
-        ConfigLoaderImpl._apply_overrides_to_config(
-            [parsed(given, "override") for given in overrides if given not in groups], cfg
-        )
+        others = [parsed(given, "override") for given in overrides if given not in groups]
+        ConfigLoaderImpl._apply_overrides_to_config(others, cfg)
         if groups not in compared:
             compared.add(groups)
             assert cfg == compose(name, overrides=overrides, strict=strict)

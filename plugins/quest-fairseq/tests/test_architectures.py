@@ -5,39 +5,33 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import dictionary, options
+from conftest import DECODER, ENCODER, dictionary, options
 from fairseq.models import ARCH_MODEL_INV_REGISTRY, MODEL_REGISTRY, build_model
 from fairseq.tasks.hubert_pretraining import HubertPretrainingConfig
 from torch import Tensor
 
 import quest_core
 
-ENCODER = ["--encoder-layers", "2", "--encoder-embed-dim", "16", "--encoder-ffn-embed-dim", "32"]
-ENCODER += ["--encoder-attention-heads", "4"]
-DECODER = [part.replace("encoder", "decoder") for part in ENCODER]
 LAYERS = "[(16, 10, 5)] + [(16, 3, 2)]"
-KERNELS = ["--decoder-kernel-size-list", "[3,3]"]
+MT = [*ENCODER, *DECODER]
+KERNELS = ["--encoder-kernel-size-list", "[3,3]", "--decoder-kernel-size-list", "[3,3]"]
 SPEECH = ["--conv-feature-layers", LAYERS, "--final-dim", "8", *ENCODER]
 TOKENS = torch.randint(4, 20, (2, 7), generator=torch.Generator().manual_seed(0))
 SOUND = torch.randn(2, 400, generator=torch.Generator().manual_seed(0))
-LENGTHS = torch.tensor([7, 7])
-FRAMES = torch.randn(2, 24, 8, generator=torch.Generator().manual_seed(0))
+PAIRS = (TOKENS, torch.tensor([7, 7]), TOKENS)
+FRAMES = (torch.randn(2, 24, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([24, 20]), TOKENS)
 
 ARCHITECTURES: dict[str, tuple[list[str], tuple[Any, ...], int]] = {
     "transformer_lm": (DECODER, (TOKENS,), 2),
     "roberta": ([*ENCODER, "--max-positions", "32"], (TOKENS,), 2),
-    "bart_base": ([*ENCODER, *DECODER], (TOKENS, LENGTHS, TOKENS), 6),
-    "transformer": ([*ENCODER, *DECODER], (TOKENS, LENGTHS, TOKENS), 6),
-    "transformer_align": ([*ENCODER, *DECODER], (TOKENS, LENGTHS, TOKENS), 6),
-    "lightconv": ([*ENCODER, *DECODER, "--encoder-kernel-size-list", "[3,3]", *KERNELS], (TOKENS, LENGTHS, TOKENS), 2),
+    "bart_base": (MT, PAIRS, 6),
+    "transformer": (MT, PAIRS, 6),
+    "transformer_align": (MT, PAIRS, 6),
+    "lightconv": ([*MT, *KERNELS], PAIRS, 2),
     "wav2vec2": (SPEECH, (SOUND, None, False), 2),
     "hubert": (SPEECH, (SOUND, None, None, False, True), 2),
-    "s2t_transformer": ([*ENCODER, *DECODER, "--conv-channels", "16"], (FRAMES, torch.tensor([24, 20]), TOKENS), 6),
-    "s2t_conformer": (
-        [*ENCODER, *DECODER, "--conv-channels", "16", "--attn-type", "None"],
-        (FRAMES, torch.tensor([24, 20]), TOKENS),
-        6,
-    ),
+    "s2t_transformer": ([*MT, "--conv-channels", "16"], FRAMES, 6),
+    "s2t_conformer": ([*MT, "--conv-channels", "16", "--attn-type", "None"], FRAMES, 6),
 }
 """Model -> options, inputs, modules of attention."""
 
@@ -64,10 +58,8 @@ def call(model, inputs):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_attention_on_the_command_line_of_every_architecture(name):
     arguments, inputs, sites = ARCHITECTURES[name]
-    stock, standard, quest = (
-        make(f"{prefix}{name}", *arguments, *extra)
-        for prefix, extra in (("", []), ("quest_", ["--attention", "standard"]), ("quest_", []))
-    )
+    stock, quest = (make(f"{prefix}{name}", *arguments) for prefix in ("", "quest_"))
+    standard = make(f"quest_{name}", *arguments, "--attention", "standard")
     assert len(quest.attention_report.replacements) == sites
     want = call(stock, inputs)
     torch.testing.assert_close(call(standard, inputs), want, rtol=1e-5, atol=1e-5)
@@ -89,31 +81,29 @@ def test_every_model_and_preset_of_fairseq_has_a_twin():
 # --- an attention for each part -------------------------------------------------------------------------------------
 
 
+PATHS = {"encoder": "encoder.layers.1.self_attn", "decoder": "decoder.layers.1.self_attn"}
+PATHS["cross"] = "decoder.layers.1.encoder_attn"
+
+
 def parts(model):
-    """Attention of each part."""
-    paths = {
-        "encoder": "encoder.layers.1.self_attn",
-        "decoder": "decoder.layers.1.self_attn",
-        "cross": "decoder.layers.1.encoder_attn",
-    }
-    return {part: str(model.get_submodule(path).mechanism.config) for part, path in paths.items()}
+    """The attention of each part."""
+    return {part: str(model.get_submodule(path).mechanism.config) for part, path in PATHS.items()}
 
 
 def test_each_part_takes_an_attention_of_its_own():
-    mt = [*ENCODER, *DECODER]
-    model = make("quest_transformer", *mt, "--attention-encoder", "sinkhorn", "--attention-cross", "quest+gqa(ratio=2)")
+    cross = ["--attention-cross", "quest+gqa(ratio=2)"]
+    model, twin = (make("quest_transformer", *MT, "--attention-encoder", "sinkhorn", *cross) for _ in range(2))
     assert parts(model) == {"encoder": "sinkhorn", "decoder": "quest", "cross": "quest+gqa(ratio=2)"}
     report = model.attention_report
     assert report.attention == "encoder: sinkhorn; decoder: quest; cross: quest+gqa(ratio=2)"
     assert [len(report.replacements), report.left_alone] == [6, {}]
-    assert call(model, (TOKENS, LENGTHS, TOKENS)).isfinite().all()
-    twin = make("quest_transformer", *mt, "--attention-encoder", "sinkhorn", "--attention-cross", "quest+gqa(ratio=2)")
+    assert call(model, PAIRS).isfinite().all()
     twin.load_state_dict(model.state_dict())
-    other = make("quest_transformer", *mt, "--attention-encoder", "quest", "--attention-cross", "quest+gqa(ratio=2)")
+    other = make("quest_transformer", *MT, "--attention-encoder", "quest", *cross)
     with pytest.raises(quest_core.CheckpointError, match="sinkhorn"):
         other.load_state_dict(model.state_dict())
-    stock = make("transformer", *mt)
-    model = make("quest_transformer", *mt, "--attention", "elliptical", "--attention-encoder", "standard")
+    stock = make("transformer", *MT)
+    model = make("quest_transformer", *MT, "--attention", "elliptical", "--attention-encoder", "standard")
     assert parts(model) == {"encoder": "standard", "decoder": "elliptical", "cross": "elliptical"}
-    encoded = [one.encoder(TOKENS, LENGTHS)["encoder_out"][0] for one in (model, stock)]
+    encoded = [one.encoder(*PAIRS[:2])["encoder_out"][0] for one in (model, stock)]
     torch.testing.assert_close(*encoded, rtol=1e-5, atol=1e-5)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import build
+from conftest import DECODER, ENCODER, build
 from fairseq.models.transformer import TransformerConfig
 from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 
@@ -11,10 +11,8 @@ from quest_core.testing import AdapterConformance
 from quest_fairseq import FairseqAdapter
 
 CAUSAL = ("quest", "qnorm", "qknorm-hs", "qknorm-ds", "qknorm", "quest+sigmoid")
-LM = ["--decoder-layers", "2", "--decoder-embed-dim", "16", "--decoder-ffn-embed-dim", "32"]
-LM += ["--decoder-attention-heads", "4", "--dropout", "0.1"]
-MT = [*LM, "--encoder-layers", "2", "--encoder-embed-dim", "16", "--encoder-ffn-embed-dim", "32"]
-MT += ["--encoder-attention-heads", "4"]
+LM = [*DECODER, "--dropout", "0.1"]
+MT = [*LM, *ENCODER]
 
 
 def tokens(batch, length):
@@ -77,10 +75,8 @@ class TestTranslation(AdapterConformance, sites=6, refused=("sinkhorn", "aft-ful
     [(["--quant-noise-pq", "0.1"], "quant_noise"), (["--cross-self-attention", "--no-cross-attention"], "cross_self")],
 )
 def test_options_of_fairseqs_own_attention_are_refused(extra, reason):
-    from quest_core import UnsupportedError, inject
-
-    with pytest.raises(UnsupportedError, match=f"{reason}.*leave the option out"):
-        inject(build("transformer", *MT, *extra), "quest", adapter=FairseqAdapter())
+    with pytest.raises(quest_core.UnsupportedError, match=f"{reason}.*leave the option out"):
+        quest_core.inject(build("transformer", *MT, *extra), "quest", adapter=FairseqAdapter())
 
 
 @pytest.mark.parametrize("attention", ["quest", "quest+sigmoid", "elliptical"])

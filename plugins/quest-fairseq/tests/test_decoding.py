@@ -1,12 +1,11 @@
 """Decoding step by step equals running all tokens at once, whatever the mechanism, also when beams are reordered."""
 
-import warnings
 from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import build, dictionary, options
+from conftest import DECODER, ENCODER, build, dictionary, options, task
 from fairseq.models import build_model
 from fairseq.modules.multihead_attention import MultiheadAttention
 from fairseq.sequence_generator import SequenceGenerator
@@ -16,10 +15,8 @@ from quest_core.mechanisms.elliptical import Elliptical
 from quest_core.registry import mechanisms
 from quest_fairseq.attention import Attention
 
-LM = ["--decoder-layers", "3", "--decoder-embed-dim", "16", "--decoder-ffn-embed-dim", "32"]
-LM += ["--decoder-attention-heads", "4", "--dropout", "0"]
-MT = [*LM, "--encoder-layers", "2", "--encoder-embed-dim", "16", "--encoder-ffn-embed-dim", "32"]
-MT += ["--encoder-attention-heads", "4"]
+LM = [*DECODER, "--decoder-layers", "3", "--dropout", "0"]
+MT = [*LM, *ENCODER]
 
 
 def spec(part):
@@ -88,10 +85,10 @@ def test_two_channels_of_speech_by_steps_equal_all_tokens_at_once(attention):
     more = {"decoder_cross_layers": 2, "duration_prediction": "false", "main_and_cross_weights": "1,0"}
     vars(args).update(more, no_token_positional_embeddings=False)
     words = dict.fromkeys("ab", dictionary())
-    task = SimpleNamespace(channels=["a", "b"], source_dictionaries=words, target_dictionaries=words)
-    vars(task).update(source_dictionary=words["a"], target_dictionary=words["a"])
+    speech = SimpleNamespace(channels=["a", "b"], source_dictionaries=words, target_dictionaries=words)
+    vars(speech).update(source_dictionary=words["a"], target_dictionary=words["a"])
     torch.manual_seed(0)
-    model = build_model(args, task).double().eval()
+    model = build_model(args, speech).double().eval()
     tokens = {channel: torch.randint(4, 20, (2, 7)) for channel in words}
     states = [{}, {}]
     with torch.no_grad():
@@ -100,7 +97,7 @@ def test_two_channels_of_speech_by_steps_equal_all_tokens_at_once(attention):
         got = [model.decoder(part, incremental_state=states)[0]["a"]["a"][:, -1] for part in parts]
     torch.testing.assert_close(torch.stack(got, 1), want, rtol=1e-9, atol=1e-9)
     with pytest.raises(quest_core.UnsupportedError, match="cannot be causal"):
-        build_model(Namespace(**{**vars(args), "attention": "sinkhorn"}), task)
+        build_model(Namespace(**{**vars(args), "attention": "sinkhorn"}), speech)
 
 
 def test_heads_are_not_pruned():
@@ -116,8 +113,6 @@ def test_generation_by_beam_search_is_that_of_stock_fairseq():
     ours.load_state_dict(stock.state_dict())
     source = torch.randint(4, 20, (3, 8))
     sample = {"net_input": {"src_tokens": source, "src_lengths": torch.full((3,), 8)}}
-    from conftest import task
-
     found = []
     for model in (stock, ours):
         generator = SequenceGenerator([model], task().target_dictionary, beam_size=4, max_len_b=12)
@@ -129,19 +124,14 @@ def test_generation_by_beam_search_is_that_of_stock_fairseq():
             torch.testing.assert_close(one["attention"], other["attention"], rtol=1e-5, atol=1e-5)
 
 
-def caches(attention, tokens=16):
-    model = trained("quest_transformer_lm", attention, *LM).float()
-    state = {}
-    text = torch.randint(4, 20, (2, tokens))
-    with torch.no_grad():
-        for end in range(1, tokens + 1):
-            model(text[:, :end], incremental_state=state)
-    return [value["cache"] for value in state.values()]
-
-
+@torch.no_grad()
 def test_fewer_key_heads_make_a_smaller_cache_and_sums_do_not_grow():
     def size(attention, tokens=16):
-        return sum(cache.nbytes for cache in caches(attention, tokens))
+        model, state = trained("quest_transformer_lm", attention, *LM).float(), {}
+        text = torch.randint(4, 20, (2, tokens))
+        for end in range(1, tokens + 1):
+            model(text[:, :end], incremental_state=state)
+        return sum(value["cache"].nbytes for value in state.values())
 
     assert size("quest") == size("standard") == 3 * 2 * 2 * 16 * 16 * 4  # layers, k and v, batch, tokens, width, bytes
     assert size("quest+gqa(kv_heads=2)") * 2 == size("quest")
@@ -196,13 +186,17 @@ def test_elliptical_layers_follow_each_other_within_their_stack():
 # --- the module by itself -------------------------------------------------------------------------------------------
 
 
+def adopted(stock, attention):
+    sizes = {"num_heads": stock.num_heads, "head_dim": stock.head_dim}
+    return Attention.adopt(stock, quest_core.AttentionConfig.parse(attention), **sizes).train(stock.training)
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("heads", [True, False])
 def test_weights_are_those_of_stock_fairseq(training, heads):
     torch.manual_seed(0)
     stock = MultiheadAttention(16, 4, kdim=12, vdim=12, dropout=0.3, encoder_decoder_attention=True).train(training)
-    sizes = {"num_heads": stock.num_heads, "head_dim": stock.head_dim}
-    ours = Attention.adopt(stock, quest_core.AttentionConfig.parse("standard"), **sizes).train(training)
+    ours = adopted(stock, "standard")
     query, key = torch.randn(5, 2, 16), torch.randn(7, 2, 12)
     hidden = torch.zeros(2, 7, dtype=torch.bool)
     hidden[1, 4:] = True
@@ -214,26 +208,22 @@ def test_weights_are_those_of_stock_fairseq(training, heads):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore")  # of fairseq
 def test_other_masks_are_added_and_families_refuse_them():
     torch.manual_seed(0)
     stock = MultiheadAttention(16, 4, self_attention=True).eval()
     x, bias = torch.randn(6, 2, 16), torch.randn(6, 6)
-    sizes = {"num_heads": stock.num_heads, "head_dim": stock.head_dim}
-    made = {name: Attention.adopt(stock, quest_core.AttentionConfig.parse(name), **sizes) for name in CAUSAL}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        want = stock(x, x, x, attn_mask=bias)[0]
-    torch.testing.assert_close(made["standard"].eval()(x, x, x, attn_mask=bias)[0], want)
+    want = stock(x, x, x, attn_mask=bias)[0]
+    torch.testing.assert_close(adopted(stock, "standard")(x, x, x, attn_mask=bias)[0], want)
     with pytest.raises(quest_core.UnsupportedError, match="takes only masks of keys"):
-        made["linear"](x, x, x, attn_mask=bias)
+        adopted(stock, "linear")(x, x, x, attn_mask=bias)
 
 
 @pytest.mark.parametrize("kind", ["self_attention", "encoder_decoder_attention"])
 def test_keys_and_values_of_their_own_are_read_as_in_stock_fairseq(kind):
     torch.manual_seed(0)
     stock = MultiheadAttention(16, 4, **{kind: True}).eval()
-    sizes = {"num_heads": stock.num_heads, "head_dim": stock.head_dim}
-    ours = Attention.adopt(stock, quest_core.AttentionConfig.parse("standard"), **sizes).eval()
+    ours = adopted(stock, "standard")
     query, key, value = torch.randn(3, 5, 2, 16)
     torch.testing.assert_close(ours(query, key, value)[0], stock(query, key, value)[0])
     torch.testing.assert_close(ours(query, None, None)[0], stock(query, query, query)[0])

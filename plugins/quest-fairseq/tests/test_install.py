@@ -4,20 +4,18 @@ import argparse
 import json
 import logging
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import USER_DIR, build, options, reasons, task
+from conftest import DECODER, USER_DIR, build, options, reasons, task
 from fairseq import models
-from omegaconf import OmegaConf
 
 import quest_core
+from devtools.running import python
 from devtools.wrong import WRONG as COMMON
 from quest_fairseq import FairseqAdapter
 
-SMALL = ["--decoder-layers", "1", "--decoder-embed-dim", "16", "--decoder-attention-heads", "4"]
+SMALL = [*DECODER, "--decoder-layers", "1"]
 
 
 @pytest.fixture
@@ -53,11 +51,8 @@ SHARED = [(given, said) for given, said in COMMON if "attention" in given and "a
 
 def words(given):
     """The options of a mapping as words of a command line."""
-    values = {
-        key: value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
-        for key, value in given.items()
-    }
-    return " ".join(f"--{key.replace('_', '-')}={value}" for key, value in values.items())
+    texts = (x if isinstance(x, str) else json.dumps(x, separators=(",", ":")) for x in given.values())
+    return " ".join(f"--{key.replace('_', '-')}={text}" for key, text in zip(given, texts, strict=True))
 
 
 WRONG = {
@@ -112,15 +107,6 @@ def test_what_the_model_cannot_have_is_one_error(arch, arguments, why):
         build(arch, *arguments)
 
 
-def hydra(tools, folder, data, change):
-    """fairseq-hydra-train with the options of pydocs.yaml and a change."""
-    yaml = OmegaConf.load(Path(USER_DIR) / "configs" / "pydocs.yaml")
-    yaml = OmegaConf.merge(yaml, {"task": {"data": str(data)}, "common": {"cpu": True, "user_dir": USER_DIR}}, change)
-    OmegaConf.save(yaml, folder / "changed.yaml")
-    save = f"checkpoint.save_dir={folder}/out"
-    tools("hydra_train", "--config-dir", folder, "--config-name", "changed", save, "hydra.run.dir=.")
-
-
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -135,10 +121,9 @@ def hydra(tools, folder, data, change):
     ],
     ids=str,
 )
-def test_a_wrong_yaml_is_refused_before_anything_is_made(change, why, tools, lm_data, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_wrong_yaml_is_refused_before_anything_is_made(change, why, tools, lm_data, tmp_path):
     with pytest.raises(SystemExit) as caught:  # hydra prints the error
-        hydra(tools, tmp_path, lm_data, change)
+        tools.hydra(tmp_path, lm_data, **change)
     assert re.search(why, reasons(caught.value))
     assert not (tmp_path / "out").exists()
 
@@ -179,7 +164,5 @@ def test_the_log_file_has_the_report_and_the_warning(tools, lm_data, tmp_path):
 @pytest.mark.slow
 def test_the_report_is_printed_where_nothing_listens():
     """In Python without logging."""
-    code = "import sys; sys.path.insert(0, sys.argv[1]); from conftest import build; build('quest_transformer_lm')"
-    command = [sys.executable, "-c", code, str(Path(__file__).parent)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "attention=quest in" in done.stderr
+    code = "from conftest import build; build('quest_transformer_lm')"
+    assert "attention=quest in" in python("-c", code, cwd=Path(__file__).parent)[1]

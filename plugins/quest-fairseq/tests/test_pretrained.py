@@ -1,11 +1,10 @@
 """Parts that fairseq loads while it builds a model: --load-pretrained-encoder-from, and --w2v-path."""
 
-import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import USER_DIR, dictionary, options
+from conftest import DECODER, ENCODER, USER_DIR, dictionary, options
 from fairseq import models, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.options import get_training_parser, parse_args_and_arch
@@ -16,10 +15,9 @@ from quest_core.hosts.inject import REPORT
 from quest_fairseq.adapter import inject_asked
 from quest_fairseq.config import read
 
-SIZES = ["embed-dim", "16", "ffn-embed-dim", "32", "attention-heads", "4", "layers", "1"]
-S2T = [*(f"--{part}-{x}" if i % 2 == 0 else x for part in ("encoder", "decoder") for i, x in enumerate(SIZES))]
-S2T += ["--conv-channels", "16"]
-SOUND = ["--conv-feature-layers", "[(16, 10, 5)] + [(16, 3, 2)]", "--final-dim", "8", *S2T[:8]]
+ONE = [*ENCODER, "--encoder-layers", "1"]
+S2T = [*ONE, *DECODER, "--decoder-layers", "1", "--conv-channels", "16"]
+SOUND = ["--conv-feature-layers", "[(16, 10, 5)] + [(16, 3, 2)]", "--final-dim", "8", *ONE]
 KEY = "encoder.transformer_layers.0.self_attn.k_proj.weight"
 WARNING = "trained with standard attention"
 
@@ -31,11 +29,9 @@ def translator(arch, *arguments):
 
 
 def saved(path, model, cfg=None):
-    history = [{"num_updates": 1, "criterion_name": "", "best_loss": 1}]
-    args = None if cfg else options("s2t_transformer", *S2T)
-    torch.save(
-        {"model": model.state_dict(), "cfg": cfg, "args": args, "extra_state": {}, "optimizer_history": history}, path
-    )
+    state = {"cfg": cfg, "args": None if cfg else options("s2t_transformer", *S2T), "extra_state": {}}
+    state["optimizer_history"] = [{"num_updates": 1, "criterion_name": "", "best_loss": 1}]
+    torch.save({"model": model.state_dict(), **state}, path)
     return str(path)
 
 
@@ -57,13 +53,12 @@ def attentions(model):
     return {str(module.mechanism.config) for module in model.modules() if hasattr(module, "mechanism")}
 
 
+@pytest.mark.filterwarnings("error::quest_core.AttentionMismatchWarning")
 @pytest.mark.parametrize("attention", ["quest", "qknorm-hs+gqa(kv_heads=2)", "quest(init=12)"])
 def test_an_encoder_of_the_same_attention_is_loaded(attention, tmp_path):
     trained = translator("quest_s2t_transformer", "--attention", attention)
     path = saved(tmp_path / "speech.pt", trained)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", quest_core.AttentionMismatchWarning)
-        model = translator("quest_s2t_transformer", "--attention", attention, "--load-pretrained-encoder-from", path)
+    model = translator("quest_s2t_transformer", "--attention", attention, "--load-pretrained-encoder-from", path)
     for name, weight in trained.encoder.state_dict().items():
         assert torch.equal(model.encoder.state_dict()[name], weight)
     assert [row.path.partition(".")[0] for row in model.attention_report.replacements] == ["encoder", *["decoder"] * 2]
@@ -92,11 +87,10 @@ def test_a_part_without_attention_stays_as_it_is():
     assert not hasattr(part, REPORT)
 
 
+@pytest.mark.filterwarnings("error::quest_core.AttentionMismatchWarning")
 def test_a_pretrained_wav2vec_keeps_its_attention_or_is_compared(tmp_path):
     path = pretrained(tmp_path / "quest.pt", "quest_wav2vec2")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", quest_core.AttentionMismatchWarning)
-        assert attentions(listener(path)) == {"quest"}
+    assert attentions(listener(path)) == {"quest"}
     path = pretrained(tmp_path / "qnorm.pt", "quest_wav2vec2", "--attention", "qnorm")
     with pytest.raises(quest_core.CheckpointError, match="trained with attention 'qnorm'"):
         listener(path)

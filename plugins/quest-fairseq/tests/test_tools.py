@@ -115,19 +115,10 @@ def test_train_resume_evaluate_generate(tools, lm_data, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", [*ATTENTIONS, {"name": "quest", "kv_heads": 2}], ids=str)
-def test_hydra_train(attention, tools, lm_data, tmp_path, monkeypatch):
+def test_hydra_train(attention, tools, lm_data, tmp_path):
     """A yaml that says `attention` as a name or as a mapping."""
-    from omegaconf import OmegaConf
-
-    yaml = OmegaConf.load(Path(USER_DIR) / "configs" / "pydocs.yaml")
-    yaml.model.attention = attention
-    yaml.model.decoder_layers, yaml.task.data, yaml.common.cpu = 2, str(lm_data), True
-    OmegaConf.save(yaml, tmp_path / f"tiny-{abs(hash(str(attention)))}.yaml")
-    monkeypatch.chdir(tmp_path)
-    name = next(tmp_path.glob("tiny-*.yaml")).stem
-    overrides = ["optimization.max_update=3", "task.tokens_per_sample=24", "common.log_interval=1"]
-    overrides += [f"common.user_dir={USER_DIR}", f"checkpoint.save_dir={tmp_path}/out", "hydra.run.dir=."]
-    tools("hydra_train", "--config-dir", tmp_path, "--config-name", name, *overrides)
+    model, short = {"attention": attention, "decoder_layers": 2}, {"max_update": 3}
+    tools.hydra(tmp_path, lm_data, model=model, optimization=short, task={"tokens_per_sample": 24})
     state = checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "out" / "checkpoint_last.pt"))
     assert state["optimizer_history"][-1]["num_updates"] == 3
     (spelled,) = {decode(value) for name, value in state["model"].items() if name.endswith(ENTRY)}
@@ -196,7 +187,7 @@ SHIPPED = [("pydocs", 8), ("wikitext103-small", 96), ("wikitext103-medium", 56),
 
 
 @pytest.mark.parametrize(("name", "total"), SHIPPED)
-def test_shipped_yamls_keep_the_sequences_an_update(name, total):
+def test_shipped_yamls_keep_the_sequences_an_update(name, total, monkeypatch):
     cfg = configuration(name)
     for processes in (1, 2, 4, 8):
         cfg.distributed_training.distributed_world_size, cfg.optimization.update_freq = processes, [1]
@@ -212,11 +203,8 @@ def test_shipped_yamls_keep_the_sequences_an_update(name, total):
         cfg.optimization.update_freq = [2, 1]
         with pytest.raises(Exception, match="which must be one number"):
             _ = cfg.dataset.batch_size
-
-
-def test_torchruns_number_of_processes_comes_first(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert configuration("wikitext103-small").dataset.batch_size == 24
+    monkeypatch.setenv("WORLD_SIZE", "4")  # of torchrun, which comes first
+    assert configuration(name).dataset.batch_size * 4 == total
 
 
 def test_learned_positions_are_as_many_as_the_model_has():
