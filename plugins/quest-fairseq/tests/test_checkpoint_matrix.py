@@ -82,16 +82,9 @@ def seed(path, kind, data):
     assert trainer(kind, data, ema_seed_model=path).ema
 
 
-def evaluate(path, kind, data):
+def evaluate(path, kind, data, of=""):
+    path = path.with_stem(f"{path.stem}{of}")
     checkpoint_utils.load_model_ensemble_and_task([str(path)], arg_overrides=overrides(kind, data))
-
-
-def averaged(path, kind, data):
-    evaluate(path.with_name(f"{path.stem}-averaged.pt"), kind, data)
-
-
-def moving_average(path, kind, data):
-    evaluate(path.with_name(f"{path.stem}-ema.pt"), kind, data)
 
 
 def hub(path, kind, data):
@@ -102,12 +95,8 @@ def component(path, kind, data):
     checkpoint_utils.load_pretrained_component_from_model(build(kind, data).decoder, str(path))
 
 
-def state_dict(path, kind, data):
-    build(kind, data).load_state_dict(torch.load(path, weights_only=False)["model"])
-
-
-def state_dict_not_strict(path, kind, data):
-    build(kind, data).load_state_dict(torch.load(path, weights_only=False)["model"], strict=False)
+def state_dict(path, kind, data, strict=True):
+    build(kind, data).load_state_dict(torch.load(path, weights_only=False)["model"], strict=strict)
 
 
 LOADERS: dict[str, Callable[[Path, str, Path], None]] = {
@@ -115,12 +104,12 @@ LOADERS: dict[str, Callable[[Path, str, Path], None]] = {
     "`--finetune-from-model`": finetune,
     "`--ema-seed-model`": seed,
     "`fairseq-eval-lm`, `-generate`": evaluate,
-    "`quest-fairseq average`": averaged,
-    "`save_ema_as_checkpoint`": moving_average,
+    "`quest-fairseq average`": functools.partial(evaluate, of="-averaged"),
+    "`save_ema_as_checkpoint`": functools.partial(evaluate, of="-ema"),
     "`from_pretrained`": hub,
     "`load_pretrained_component_from_model`": component,
     "`load_state_dict`": state_dict,
-    "`load_state_dict(strict=False)`": state_dict_not_strict,
+    "`load_state_dict(strict=False)`": functools.partial(state_dict, strict=False),
 }
 
 

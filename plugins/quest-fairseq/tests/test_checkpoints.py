@@ -126,9 +126,8 @@ def test_averages_and_moving_averages(tools, lm_data, tmp_path):
     tools.train(lm_data, *given)
     assert "num_updates=8" in tools.train(lm_data, *given, updates=8)
     checkpoint_utils.save_ema_as_checkpoint(str(tmp_path / "checkpoint_last.pt"), str(tmp_path / "ema.pt"))
-    averaging.main(
-        ["average", "--inputs", f"{tmp_path}", "--num-epoch-checkpoints", "2", "--output", f"{tmp_path}/averaged.pt"]
-    )
+    newest = ["--inputs", f"{tmp_path}", "--num-epoch-checkpoints", "2"]
+    averaging.main(["average", *newest, "--output", f"{tmp_path}/averaged.pt"])
     for name in ("ema.pt", "averaged.pt"):
         assert attentions(tmp_path / name) == {attention}
         assert 1 < perplexity(tools.evaluate(lm_data, tmp_path / name)) < 40
@@ -148,9 +147,8 @@ def test_an_average_is_the_mean_of_one_runs_weights(tools, lm_data, tmp_path):
         averaging.average([one, tmp_path / "qnorm" / "checkpoint1.pt"])
     state = torch.load(two, weights_only=False)
     entries = [name for name in state["model"] if name.endswith(ENTRY)]
-    state["model"][entries[1]] = torch.load(tmp_path / "qnorm" / "checkpoint1.pt", weights_only=False)["model"][
-        entries[1]
-    ]
+    other = torch.load(tmp_path / "qnorm" / "checkpoint1.pt", weights_only=False)["model"]
+    state["model"][entries[1]] = other[entries[1]]
     torch.save(state, tmp_path / "mixed.pt")
     with pytest.raises(quest_core.CheckpointError, match=r"layers\.1.*' is 'quest' in .* and 'qnorm' in"):
         averaging.average([one, tmp_path / "mixed.pt"])

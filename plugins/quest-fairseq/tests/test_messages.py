@@ -22,16 +22,11 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("messages")
 
 
-def process(*command):
-    """What a failing command prints. No plugin is imported."""
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+def process(tool, *arguments):
+    """What a tool of fairseq prints when it fails in a process of its own, in which no plugin is imported."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "1"}
+    command = [sys.executable, "-m", f"fairseq_cli.{tool}", *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode != 0
     return done.stdout + done.stderr
 
@@ -41,7 +36,8 @@ def process(*command):
 def test_the_message_is_the_one_in_the_readme(message, tools, lm_data, folder):
     hydra = [f"task.data={lm_data}", f"hydra.run.dir={folder}", "common.cpu=true"]
     yaml = ["--config-dir", f"{USER_DIR}/configs", "--config-name", "pydocs", *hydra]
-    stock = ["-m", "fairseq_cli.train", lm_data, "--arch", "transformer_lm", *TRAIN]
+    stock = ["train", lm_data, "--arch", "transformer_lm", *TRAIN]
+    evaluate = ["eval_lm", lm_data, "--cpu", "--num-workers", "0", "--tokens-per-sample", "24", "--path"]
 
     def quest():
         """The checkpoint of one update, which is made once."""
@@ -51,17 +47,12 @@ def test_the_message_is_the_one_in_the_readme(message, tools, lm_data, folder):
         return save / "checkpoint_best.pt"
 
     producers = {
-        "invalid choice": lambda: process("-m", "fairseq_cli.train", lm_data, "--arch", "quest_transformer_lm", *TRAIN),
-        "KeyError": lambda: process(
-            "-m", "fairseq_cli.eval_lm", lm_data, "--cpu", "--num-workers", "0", "--tokens-per-sample", "24",
-            "--path", quest(),
-        ),
-        "Unsupported interpolation": lambda: process("-m", "fairseq_cli.hydra_train", *yaml),
-        "Unexpected key(s)": lambda: process(
-            *stock, "--finetune-from-model", quest(), "--save-dir", folder / "other"
-        ),
+        "invalid choice": lambda: process("train", lm_data, "--arch", "quest_transformer_lm", *TRAIN),
+        "KeyError": lambda: process(*evaluate, quest()),
+        "Unsupported interpolation": lambda: process("hydra_train", *yaml),
+        "Unexpected key(s)": lambda: process(*stock, "--finetune-from-model", quest(), "--save-dir", folder / "other"),
         "unrecognized": lambda: process(*stock, "--attention", "quest"),
-    }  # fmt: skip
+    }
     (produce,) = (made for key, made in producers.items() if key in message)
     said = produce()
     pattern = ".*".join(re.escape(part.strip()) for part in message.split("..."))

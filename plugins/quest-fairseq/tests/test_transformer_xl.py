@@ -49,6 +49,13 @@ class TestTransformerXL(AdapterConformance, sites=2):
         assert self.grouping() is None
 
 
+def injected(attention):
+    """Return the first layer of a small model without a memory."""
+    model = TransfoXLLMHeadModel(TransfoXLConfig(vocab_size=20, cutoffs=[10], mem_len=0, **SIZES)).eval()
+    quest_core.inject(model, attention, adapter=FairseqAdapter())
+    return model.transformer.layers[0].dec_attn
+
+
 def logits_of(layer, hidden, positions):
     """What the normalizer of a replaced layer is given: [B, H, N, M], the relative term included."""
     mechanism, calls = layer.mechanism, []
@@ -66,10 +73,7 @@ def logits_of(layer, hidden, positions):
 @pytest.mark.parametrize("attention", ["standard", "quest"])
 def test_scaled_queries_scale_both_terms_of_the_logits(attention):
     """(q + u)·k + (q + w)·r: the biases u and w are parts of the queries."""
-    torch.manual_seed(0)
-    model = TransfoXLLMHeadModel(TransfoXLConfig(vocab_size=20, cutoffs=[10], mem_len=0, **SIZES)).eval()
-    model, _ = quest_core.inject(model, attention, adapter=FairseqAdapter())
-    layer = model.transformer.layers[0].dec_attn
+    layer = injected(attention)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_()
@@ -82,10 +86,7 @@ def test_scaled_queries_scale_both_terms_of_the_logits(attention):
 
 def test_every_logit_is_bounded_by_the_queries():
     """Keys and relative positions of any length: a row's logits stay within ‖q + u‖ + ‖q + w‖."""
-    torch.manual_seed(0)
-    model = TransfoXLLMHeadModel(TransfoXLConfig(vocab_size=20, cutoffs=[10], mem_len=0, **SIZES)).eval()
-    model, _ = quest_core.inject(model, "quest", adapter=FairseqAdapter())
-    layer = model.transformer.layers[0].dec_attn
+    layer = injected("quest")
     with torch.no_grad():
         layer.r_net.weight.mul_(1000)
         layer.qkv_net.weight[16:].mul_(1000)
@@ -117,20 +118,9 @@ def test_the_papers_model_has_the_papers_size():
 
 
 def train(tools, data, *arguments, updates=4):
-    given = [
-        data,
-        "--user-dir",
-        USER_DIR,
-        "--task",
-        "truncated_bptt_lm",
-        "--cpu",
-        "--optimizer",
-        "adam",
-        "--lr",
-        "0.003",
-    ]
-    given += ["--tokens-per-sample", "12", "--batch-size", "4", "--num-workers", "0", "--max-update", updates]
-    return tools("train", *given, "--log-format", "simple", "--log-interval", "1", *SHAPE.split(), *arguments)
+    given = "--task truncated_bptt_lm --cpu --optimizer adam --lr 0.003 --tokens-per-sample 12 --batch-size 4 "
+    given += f"--num-workers 0 --max-update {updates} --log-format simple --log-interval 1 {SHAPE}"
+    return tools("train", data, "--user-dir", USER_DIR, *given.split(), *arguments)
 
 
 def test_trains_as_stock_and_evaluates_with_a_longer_memory(tools, lm_data, tmp_path):

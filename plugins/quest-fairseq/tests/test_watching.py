@@ -18,8 +18,7 @@ from quest_fairseq import watching
 @pytest.mark.parametrize("attention", ["standard", "quest"])
 def test_the_log_and_tensorboard_hold_every_layer_at_every_nth_update(tools, lm_data, tmp_path, attention, monkeypatch):
     monkeypatch.setattr(progress_bar, "_tensorboard_writers", {})  # of the process
-    given = ("--attention", attention, "--save-dir", tmp_path)
-    given += ("--no-save", "--log-format", "json")
+    given = ("--attention", attention, "--save-dir", tmp_path, "--no-save", "--log-format", "json")
     losses = r'train_inner.*"loss": "([\d.]+)'
     plain = re.findall(losses, tools.train(lm_data, *given, updates=4))
     with recorded() as calls:
