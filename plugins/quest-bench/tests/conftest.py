@@ -28,8 +28,8 @@ SUITES = {
         },
         "options": [
             {"name": "mode", "kind": "str", "default": "ok", "doc": "what happens",
-             "choices": ("ok", "nan", "fail", "nothing", "text", "hang", "die", "flaky", "slow", "data", "crash",
-                         "memory", "lost")},
+             "choices": ("ok", "fail", "nothing", "text", "hang", "die", "flaky", "slow", "data", "crash", "memory",
+                         "lost")},
             {"name": "scale", "kind": "float", "default": 1.0, "doc": "factor", "minimum": 0.0, "nullable": True},
             {"name": "steps", "kind": "int", "default": 3, "doc": "length of the series", "minimum": 1},
             {"name": "fast", "kind": "bool", "default": False, "doc": "a switch"},
@@ -87,8 +87,6 @@ def run(cell, progress):
     score = 10.0 * (cell.options["scale"] or 0) + cell.seed + (5 + 0.1 * cell.seed) * (cell.attention == "quest")
     for step in range(cell.options["steps"]):
         progress((step + 1) / cell.options["steps"], f"step {step}")
-    if mode == "nan" and cell.seed == 0:
-        score = math.nan
     if mode == "text":
         score = f"about {score}"
     if "COUNT_RUNS" in os.environ:
@@ -97,7 +95,7 @@ def run(cell, progress):
     metrics = {} if mode == "nothing" else {"score": score, "limit": math.inf}
     loss = [1.0 / (step + 1) for step in range(cell.options["steps"])] + [-math.inf]
     series = {"train_loss" if mode == "lost" else "loss": loss}
-    return Result(metrics, series, {"who": "<b>&", "gpu": os.environ.get("CUDA_VISIBLE_DEVICES")})
+    return Result(metrics, series)
 """
 
 

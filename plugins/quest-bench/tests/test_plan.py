@@ -70,7 +70,7 @@ def test_settings_fill_defaults_and_sweep(suite):
         ("scale=nan", "takes a number of at least 0 or null"),
         ("scale=-1", "at least 0"),
         ("fast=1", "true or false"),
-        ("mode=nann", r"did you mean 'nan'\? Choose from: "),
+        ("mode=hanq", r"did you mean 'hang'\? Choose from: "),
         ("mode", "not key=value"),
         ("steps=", "whole number"),
     ],
