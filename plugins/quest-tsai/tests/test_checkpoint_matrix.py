@@ -5,10 +5,10 @@ import functools
 import numpy as np
 import pytest
 import torch
-from conftest import ENVIRONMENT
+from conftest import ENVIRONMENT, X, classifier
 from fastai.callback.tracker import SaveModelCallback
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from tsai.basics import TSClassification, TSClassifier, load_all, load_learner
+from tsai.basics import load_all, load_learner
 from tsai.callback.MVP import MVP
 
 import quest_tsai  # noqa: F401  # tsai accepts attention= from here on
@@ -18,18 +18,10 @@ from quest_core.checkpoints import ENTRY
 
 WEIGHT = "backbone.encoder.layers.1.self_attn.W_Q.weight"
 
-LABELS = np.arange(24) % 3
-SERIES = np.sin(np.arange(12) * (LABELS[:, None, None] + 1) * 0.4 + np.arange(3)[:, None]).astype(np.float32)
 
-
-def learner(folder, attention, attention_from=None, seed=1, **options):
+def learner(folder, name, attention_from=None, seed=1, **options):
     torch.manual_seed(seed)
-    asked = {} if attention == "stock" else {"attention": attention, "attention_from": attention_from}
-    return TSClassifier(
-        SERIES, LABELS, splits=(list(range(16)), list(range(16, 24))), tfms=[None, TSClassification()], bs=8,
-        arch="TSTPlus", path=folder, device="cpu", **options,
-        arch_config={"n_layers": 2, "d_model": 16, "n_heads": 4, **asked},
-    )  # fmt: skip
+    return classifier(folder, None if name == "stock" else name, attention_from, **options)
 
 
 def fit(learn, cbs=None, lr=1e-3):
@@ -125,9 +117,9 @@ from tsai.models.TSTPlus import TSTPlus
 from tsai.models.utils import transfer_weights
 labels = np.arange(24) % 3
 for options in ({}, {'with_opt': False}, {'strict': False}):
-    learn = TSClassifier(np.zeros((24, 3, 12), np.float32), labels, path='.', device='cpu', arch='TSTPlus', bs=8,
+    learn = TSClassifier(np.zeros((24, 3, 20), np.float32), labels, path='.', device='cpu', arch='TSTPlus', bs=8,
         splits=(list(range(16)), list(range(16, 24))), tfms=[None, TSClassification()],
-        arch_config={'n_layers': 2, 'd_model': 16, 'n_heads': 4})
+        arch_config={'n_layers': 2, 'd_model': 16, 'n_heads': 4, 'd_ff': 32})
     try:
         learn.load('quest', **options)
         print('silent')
@@ -139,7 +131,7 @@ np.testing.assert_allclose(learn.get_X_preds(np.load('x.npy'))[0], np.load('want
 print(learn.model.attention_report)
 logging.basicConfig(filename='train.log', level=logging.INFO)
 import quest_tsai
-model = TSTPlus(3, 3, 12, attention='quest', n_layers=2, d_model=16, n_heads=4)
+model = TSTPlus(3, 3, 20, attention='quest', n_layers=2, d_model=16, n_heads=4, d_ff=32)
 warnings.simplefilter('ignore')
 transfer_weights(model, 'models/stock.pth', device='cpu')
 print(model.attention_report)
@@ -152,8 +144,8 @@ def test_a_process_that_does_not_import_the_plugin(folder):
 
     tsai and fastai keep no log of their own, so reports and warnings are in the one on the root logger.
     """
-    np.save(folder / "x.npy", SERIES[:4])
-    np.save(folder / "wanted.npy", load_learner(folder / "quest.pkl").get_X_preds(SERIES[:4].copy())[0].numpy())
+    np.save(folder / "x.npy", X[:4])
+    np.save(folder / "wanted.npy", load_learner(folder / "quest.pkl").get_X_preds(X[:4].copy())[0].numpy())
     printed = python("-c", ALONE, cwd=folder, path=[ENVIRONMENT])[0].splitlines()
     assert printed[:3] == ["True", "True", "silent"]
     assert len([line for line in printed if "attention=quest in 2 modules" in line]) == 2

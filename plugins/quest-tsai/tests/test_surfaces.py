@@ -2,6 +2,7 @@
 
 import inspect
 from contextlib import nullcontext
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ import tsai.basics
 import tsai.learner
 import tsai.models.utils
 import tsai.tslearner
-from conftest import ENVIRONMENT
-from tsai.basics import TSClassification, TSClassifier, TSForecaster, TSRegressor, get_ts_dls, ts_learner
+from conftest import ENVIRONMENT, SIZES, SPLITS, X, Y, classifier
+from tsai.basics import TSClassification, TSClassifier, TSForecaster, TSRegressor, TSTensor, get_ts_dls, ts_learner
 from tsai.callback import MVP
 from tsai.learner import all_arch_names, get_arch
 from tsai.models.layers import MultiheadAttention
@@ -24,8 +25,6 @@ from devtools.wrong import WRONG as COMMON
 from quest_core import CheckpointError, ConfigError, UnsupportedError
 from quest_tsai import surfaces
 from quest_tsai.layers import Replacement
-
-SIZES = {"n_layers": 2, "d_model": 16, "n_heads": 4, "d_ff": 32}
 
 
 class LayeredHead(torch.nn.Module):
@@ -43,19 +42,11 @@ def mechanisms(model):
     return [m for m in model.modules() if isinstance(m, quest_core.Mechanism)]
 
 
-def classifier(problem, folder, attention=None, arch="TSTPlus", **options):
-    x, y, splits = problem
-    chosen = {} if attention is None else {"attention": attention}
-    return TSClassifier(
-        x.copy(), y, splits=splits, tfms=[None, TSClassification()], bs=15, arch=arch, path=folder, seed=0,
-        arch_config={**SIZES, **options, **chosen},
-    )  # fmt: skip
-
-
-def train(learn, epochs=2):
+def losses(learn):
+    """Train for an epoch; return the losses of training and validation."""
     with learn.no_bar(), learn.no_logging():
-        learn.fit(epochs, 1e-3)
-    return np.array([row[:2] for row in learn.recorder.values])
+        learn.fit(1, 1e-3)
+    return learn.recorder.values[0][:2]
 
 
 # --- surfaces -------------------------------------------------------------------------------------------------------
@@ -64,34 +55,38 @@ def train(learn, epochs=2):
 @pytest.mark.parametrize(
     "attention", ["quest+gqa(kv_heads=2)", {"name": "quest", "kv_heads": 2}, '{"name": "quest", "kv_heads": 2}']
 )
-def test_every_spelling_of_a_grouping(problem, tmp_path, attention):
-    learn = classifier(problem, tmp_path, attention)
+def test_every_spelling_of_a_grouping(tmp_path, attention):
+    learn = classifier(tmp_path, attention)
     assert {str(m.config) for m in mechanisms(learn.model)} == {"quest+gqa(kv_heads=2)"}
     assert learn.model.backbone.encoder.layers[0].self_attn.W_K.out_features == 8
-    assert np.isfinite(train(learn, 1)).all()
+    assert np.isfinite(losses(learn)).all()
 
 
 @pytest.mark.parametrize(
     ("learner", "arch", "options", "targets", "count"),
     [
-        (TSRegressor, "TSiTPlus", {"depth": 1, "d_model": 16, "n_heads": 4}, lambda x: x.mean((1, 2)), 1),
-        (TSForecaster, "PatchTST", {**SIZES, "patch_len": 4, "stride": 2}, lambda x: x[:, :, 16:].copy(), 2),
+        (TSRegressor, "TSiTPlus", {"depth": 1, "d_model": 16, "n_heads": 4}, X.mean((1, 2)), 1),
+        (TSForecaster, "PatchTST", {**SIZES, "patch_len": 4, "stride": 2}, X[:, :, 16:], 2),
     ],
 )
-def test_other_learners(learner, arch, options, targets, count, problem, tmp_path):
-    x, _, splits = problem
-    given = x[:, :, :16].copy() if learner is TSForecaster else x.copy()
+def test_other_learners(learner, arch, options, targets, count, tmp_path):
     chosen = {**options, "attention": "quest"}
-    learn = learner(given, targets(x), splits=splits, bs=15, arch=arch, path=tmp_path, arch_config=chosen)
+    learn = learner(
+        X[:, :, :16].copy(), targets.copy(), splits=SPLITS, bs=8, arch=arch, path=tmp_path, arch_config=chosen
+    )
     assert len(mechanisms(learn.model)) == count
-    assert np.isfinite(train(learn, 1)).all()
+    assert np.isfinite(losses(learn)).all()
 
 
-def test_learner_function(problem):
-    x, y, splits = problem
-    dls = get_ts_dls(x.copy(), y, splits=splits, tfms=[None, TSClassification()], bs=15)
-    assert len(mechanisms(ts_learner(dls, TSTPlus, attention="quest", **SIZES).model)) == 2
-    assert len(mechanisms(ts_learner(dls, "TST", attention="quest", **SIZES).model)) == 2
+@pytest.fixture
+def loaders():
+    return get_ts_dls(X.copy(), Y, splits=SPLITS, tfms=[None, TSClassification()], bs=8)
+
+
+def test_learner_function(loaders):
+    assert len(mechanisms(ts_learner(loaders, TSTPlus, attention="quest", **SIZES).model)) == 2
+    assert len(mechanisms(ts_learner(loaders, "TST", attention="quest", **SIZES).model)) == 2
+    assert len(mechanisms(ts_learner(loaders, TSTPlus, init=None, arch_config={"attention": "quest"}).model)) == 3
 
 
 def test_the_initialization_of_a_learner_keeps_the_start_of_the_attention():
@@ -135,9 +130,9 @@ def test_plain_class_and_report(capsys):
     assert "; kernel=written out" in lines[0]  # because scores are passed from layer to layer
 
 
-def test_a_learner_is_summarized_as_with_tsais_attention(problem, tmp_path):
+def test_a_learner_is_summarized_as_with_tsais_attention(tmp_path):
     """fastai hooks every module that has no children, and a score also returns a number."""
-    learners = [classifier(problem, tmp_path, attention) for attention in (None, "quest")]
+    learners = [classifier(tmp_path, attention) for attention in (None, "quest")]
     stock, own = ([line for line in learn.summary().splitlines() if "params:" in line] for learn in learners)
     assert own == stock != []
 
@@ -250,46 +245,38 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("options", "error", "message"), WRONG)
-def test_what_cannot_be_is_refused_before_data_is_prepared(problem, unprepared, options, error, message):
-    x, y, splits = problem
+def test_what_cannot_be_is_refused_before_data_is_prepared(unprepared, options, error, message):
     with pytest.raises(error, match=message):
-        TSClassifier(x, y, splits=splits, **{"arch": "TSTPlus", **config(), **options})
+        TSClassifier(X, Y, splits=SPLITS, **{"arch": "TSTPlus", **config(), **options})
 
 
 @pytest.mark.parametrize("learner", [TSRegressor, TSForecaster])
-def test_other_learners_refuse_as_early(problem, unprepared, learner):
-    x, y, splits = problem
+def test_other_learners_refuse_as_early(unprepared, learner):
     with pytest.raises(ConfigError, match="did you mean 'quest'"):
-        learner(x, y, splits=splits, arch="TSTPlus", **config(attention="quset"))
+        learner(X, Y, splits=SPLITS, arch="TSTPlus", **config(attention="quset"))
 
 
-def test_an_architecture_of_a_user_that_does_not_read_it(problem, tmp_path):
+def test_an_architecture_of_a_user_that_does_not_read_it(tmp_path):
     class Mine(torch.nn.Module):
         def __init__(self, c_in, c_out, **options):
             super().__init__()
             self.layer = torch.nn.Linear(c_in, c_out)
 
     class Reading(Mine):
-        def __init__(self, c_in, c_out, attention):
+        def __init__(self, c_in, c_out, attention, **options):
             super().__init__(c_in, c_out)
             self.read = attention
 
     with pytest.raises(quest_core.InjectionError, match=r"attention='quest' was given to .*Mine.*did not read it"):
-        classifier(problem, tmp_path, "quest", arch=Mine)
-    x, y, splits = problem
-    options = {"tfms": [None, TSClassification()], "arch_config": {"attention": "its own"}}
-    learn = TSClassifier(x.copy(), y, splits=splits, arch=Reading, **options)
-    assert learn.model.read == "its own"
+        classifier(tmp_path, "quest", arch=Mine)
+    assert classifier(tmp_path, "its own", arch=Reading).model.read == "its own"
 
 
-def test_learner_function_refuses_what_it_would_ignore(problem):
-    x, y, splits = problem
-    dls = get_ts_dls(x.copy(), y, splits=splits, tfms=[None, TSClassification()], bs=15)
+def test_learner_function_refuses_what_it_would_ignore(loaders):
     with pytest.raises(ConfigError, match="a model that is built already"):
-        ts_learner(dls, TSTPlus(3, 3, 20, **SIZES), attention="quest")
+        ts_learner(loaders, TSTPlus(3, 3, 20, **SIZES), attention="quest")
     with pytest.raises(UnsupportedError, match="cannot be used in XCM"):
-        ts_learner(dls, "XCM", arch_config={"attention": "quest"})
-    assert len(mechanisms(ts_learner(dls, TSTPlus, init=None, arch_config={"attention": "quest"}).model)) == 3
+        ts_learner(loaders, "XCM", arch_config={"attention": "quest"})
 
 
 def test_attention_that_stays_is_an_error_unless_allowed():
@@ -353,13 +340,10 @@ def test_scores_passed_on_are_quest_logits_plus_the_previous_ones():
     model = TSTPlus(3, 5, 12, attention="quest", **SIZES).eval()
     seen = []
     for layer in model.backbone.encoder.layers:
-        layer.self_attn.register_forward_hook(
-            lambda module, given, kept, out: seen.append((module, given[0], kept, out)), with_kwargs=True
-        )
-    x = torch.randn(2, 3, 12)
-    model(x)
+        layer.self_attn.register_forward_hook(lambda module, given, out: seen.append((module, given[0], out)))
+    model(torch.randn(2, 3, 12))
     before = 0.0
-    for module, source, _, (_, weights, scores) in seen:
+    for module, source, (_, weights, scores) in seen:
         q = module.W_Q(source).unflatten(-1, (4, 4)).transpose(1, 2)
         k = module.W_K(source).unflatten(-1, (4, 4)).transpose(1, 2)
         expected = q @ torch.nn.functional.normalize(k, dim=-1).mT + before
@@ -369,21 +353,17 @@ def test_scores_passed_on_are_quest_logits_plus_the_previous_ones():
 
 
 def test_weights_are_formed_only_where_they_are_read():
-    def weights_of(**options):
-        model = TSTPlus(3, 5, 12, res_attention=False, attention="quest", **SIZES, **options).eval()
-        model(torch.randn(2, 3, 12))
-        return model
+    def build(**options):
+        return TSTPlus(3, 5, 12, res_attention=False, attention="quest", **SIZES, **options).eval()
 
-    stored = weights_of(store_attn=True).backbone.encoder.layers[0].attn
-    torch.testing.assert_close(stored.sum(-1), torch.ones(2, 4, 12))
-    plain = weights_of()
-    attention = plain.backbone.encoder.layers[0].self_attn
-    attention.mechanism.logits = lambda *_: pytest.fail("the plain formula ran although the host does not read weights")
-    plain(torch.randn(2, 3, 12))
-    del attention.mechanism.logits
-    caught = []
-    attention.register_forward_hook(lambda m, i, out: caught.append(out[1]))
-    plain(torch.randn(2, 3, 12))
+    x, stored, plain = torch.randn(2, 3, 12), build(store_attn=True), build()
+    stored(x)
+    torch.testing.assert_close(stored.backbone.encoder.layers[0].attn.sum(-1), torch.ones(2, 4, 12))
+    attention, caught = plain.backbone.encoder.layers[0].self_attn, []
+    with mock.patch.object(attention.mechanism, "forward_with_logits", side_effect=AssertionError):
+        plain(x)
+    attention.register_forward_hook(lambda module, given, out: caught.append(out[1]))
+    plain(x)
     torch.testing.assert_close(caught[0].sum(-1), torch.ones(2, 4, 12))
 
 
@@ -395,13 +375,8 @@ def test_a_series_of_nothing_but_padding_gives_numbers():
         assert model(x.clone()).isfinite().all()
 
 
-# --- keeping --------------------------------------------------------------------------------------------------------
-
-
 def test_padding_in_fastai_tensors_is_padding_too():
     """Subclasses of Tensor make new objects wherever they are unwrapped; sinkhorn must still see self-attention."""
-    from tsai.basics import TSTensor
-
     torch.manual_seed(0)
     model = TSTPlus(3, 2, 12, attention="quest+sinkhorn", res_attention=False).eval()
     layer = next(m for m in model.modules() if type(m).__name__ == "MultiheadAttention")

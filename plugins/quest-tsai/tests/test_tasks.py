@@ -88,22 +88,20 @@ def test_data_that_is_not_there(tmp_path):
         run_uea(cell(tmp_path, heads=3), print)
 
 
+def write_ts(path, labels="ab", declared="a b", count=10):
+    """Write series of four steps and two features."""
+    lines = ["@problemName Mine", "@timeStamps false", "@missing false", "@univariate false", "@dimensions 2"]
+    lines += ["@equalLength true", "@seriesLength 4", f"@classLabel true {declared}", "@data"]
+    lines += [f"{i},{i + 1},2,3:1,0,{i},1:{labels[i % len(labels)]}" for i in range(count)]
+    path.write_text("\n".join(lines) + "\n")
+
+
 def test_own_data(tmp_path):
-    folder = tmp_path / "Mine"
-    folder.mkdir()
+    (tmp_path / "Mine").mkdir()
     for split in ("TRAIN", "TEST"):
-        lines = ["@problemName Mine", "@timeStamps false", "@missing false", "@univariate false", "@dimensions 2"]
-        lines += ["@equalLength true", "@seriesLength 4", "@classLabel true a b", "@data"]
-        lines += [f"{i},{i + 1},2,3:1,0,{i},1:{'ab'[i % 2]}" for i in range(8)]
-        (folder / f"Mine_{split}.ts").write_text("\n".join(lines) + "\n")
+        write_ts(tmp_path / "Mine" / f"Mine_{split}.ts", count=8)
     result = run_uea(cell(tmp_path, "Mine", data=tmp_path), lambda *_: None)
     assert result.details["series_test"] == 8
-
-
-def write_ts(path, labels="ab", declared="a b", count=10):
-    lines = ["@problemName Mine", "@timeStamps false", "@missing false", "@univariate false", "@dimensions 1"]
-    lines += ["@equalLength true", "@seriesLength 4", f"@classLabel true {declared}", "@data"]
-    path.write_text("\n".join([*lines, *(f"{i},{i + 1},2,3:{labels[i % len(labels)]}" for i in range(count))]) + "\n")
 
 
 def write_parquet(path, **columns):
