@@ -97,8 +97,8 @@ def test_weights_that_a_hand_can_compute(name, logits, weights):
     torch.testing.assert_close(found.flatten(), torch.tensor(weights, dtype=torch.float64), atol=1e-7, rtol=0)
 
 
-def test_softmax_lies_between():
-    """entmax tends to softmax; a sink of −∞, to softmax; ssmax of slope 1/log(n) is softmax."""
+def test_softmax_is_a_special_case():
+    """A sink's logit that tends to −∞ leaves the softmax, and ssmax of slope 1/log(n) is the softmax."""
     q, k, v = (torch.randn(1, 2, 9, 8, dtype=torch.float64) for _ in range(3))
     want = quest_core.attention(q, k, v, "standard")
     for spec in ("sink(logit=-60)", f"ssmax(init={1 / torch.tensor(9.0).log().item()})"):
@@ -194,7 +194,7 @@ def test_the_layers_input_comes_from_the_layer_or_is_missed(name):
     q, k, v = (p(x).unflatten(-1, (4, 8)).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
     want = layer.out_proj(layer.mechanism(q, k, v, x=x).transpose(1, 2).flatten(2))
     torch.testing.assert_close(layer(x), want)
-    steps, cache = [], quest_core.Cache()
+    cache = quest_core.Cache()
     if all(part.cached for part in layer.config.components):
         steps = [layer(x[:, i : i + 3], is_causal=True, cache=cache) for i in (0, 3, 6)]
         torch.testing.assert_close(torch.cat(steps, 1), layer(x, is_causal=True))
