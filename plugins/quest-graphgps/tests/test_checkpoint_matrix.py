@@ -26,11 +26,6 @@ def _quiet_and_clean(caplog):
     set_cfg(cfg)
 
 
-def conv(name):
-    """GPSConv with `attention` in its attn_kwargs."""
-    return ConvModel(0.0, attention=None if name == "stock" else name)
-
-
 def gym(name, attention_from=None):
     configure()
     cfg.merge_from_list(["gt.attention", "None" if name == "stock" else name, "gt.attention_from", str(attention_from)])
@@ -67,21 +62,17 @@ def evaluate(model, folder):
     assert load_ckpt(model) == 4
 
 
-def fit(model, folder):
-    trainer(max_epochs=1, limit_val_batches=0).fit(model, batches(), ckpt_path=folder / "last.ckpt")
+def fit(model, folder, *callbacks):
+    run = trainer(max_epochs=1, limit_val_batches=0, callbacks=list(callbacks))
+    run.fit(model, batches(), ckpt_path=folder / "last.ckpt")
 
 
 def fit_average(model, folder):
-    trainer(max_epochs=1, limit_val_batches=0, callbacks=[EMAWeightAveraging()]).fit(
-        model, batches(), ckpt_path=folder / "last.ckpt"
-    )
+    fit(model, folder, EMAWeightAveraging())
 
 
-def test(model, folder):
-    trainer(max_epochs=1, limit_val_batches=0).test(model, batches(), ckpt_path=folder / "last.ckpt", verbose=False)
-
-
-test.__test__ = False
+def evaluate_by_lightning(model, folder):
+    trainer().test(model, batches(), ckpt_path=folder / "last.ckpt", verbose=False)
 
 
 def load_from_checkpoint(model, folder):
@@ -93,37 +84,23 @@ GYM: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
     "GraphGym `load_ckpt` with an optimizer": (save_by_graphgym, resume),
     "GraphGym `load_ckpt`": (save_by_graphgym, evaluate),
     "Lightning `fit(ckpt_path=)`": (save_by_lightning, fit),
-    "Lightning `test(ckpt_path=)`": (save_by_lightning, test),
+    "Lightning `test(ckpt_path=)`": (save_by_lightning, evaluate_by_lightning),
     "Lightning `load_from_checkpoint`": (save_by_lightning, load_from_checkpoint),
     "Lightning `fit` with `EMAWeightAveraging`": (save_average, fit_average),
-    "Lightning `test` with `EMAWeightAveraging`": (save_average, test),
+    "Lightning `test` with `EMAWeightAveraging`": (save_average, evaluate_by_lightning),
 }
 """A loader in the table -> how the checkpoint was saved, and how it is loaded."""
 
 
-def by_graphgym(loader, folder):
-    save, load = GYM[loader]
-
-    def run(checkpoint, model, attention_from=None):
-        written = folder / checkpoint
-        if not written.exists():
-            written.mkdir()
-            save(checkpoint, written)
-        load(gym(model, attention_from), written)
-
-    return run
-
-
 def plain(checkpoint, model, strict=True):
-    conv(model).load_state_dict(conv(checkpoint).state_dict(), strict=strict)
+    source, target = (ConvModel(0.0, attention=None if name == "stock" else name) for name in (checkpoint, model))
+    target.load_state_dict(source.state_dict(), strict=strict)
 
 
 PLAIN = {
     "`load_state_dict`": plain,
     "`load_state_dict(strict=False)`, `PyGModelHubMixin`": functools.partial(plain, strict=False),
 }
-
-
 LOADERS = {*PLAIN, *GYM, "`pretrained.dir`"}
 
 
@@ -135,4 +112,13 @@ def test_a_state_dict_of_another_attention(loader):
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("loader", GYM)
 def test_a_checkpoint_of_another_attention(loader, tmp_path):
-    matrix.check_loader(by_graphgym(loader, tmp_path), "GraphGPS", loader, among=LOADERS)
+    save, load = GYM[loader]
+
+    def run(checkpoint, model, attention_from=None):
+        written = tmp_path / checkpoint
+        if not written.exists():
+            written.mkdir()
+            save(checkpoint, written)
+        load(gym(model, attention_from), written)
+
+    matrix.check_loader(run, "GraphGPS", loader, among=LOADERS)

@@ -1,4 +1,4 @@
-"""The shipped configs: their commented start is one that GPS takes, and the suites' defaults are theirs."""
+"""The shipped configs build the paper's models, also with their commented start, and suites have their defaults."""
 
 from importlib.resources import files
 from pathlib import Path
@@ -12,16 +12,29 @@ from quest_suites.graphgps import gps  # noqa: F401  # registers GPSModel
 from quest_suites.graphgps.suites import SUITES
 
 OFFERED = sorted((Path(str(files("quest_graphgps"))) / "configs").glob("*.yaml"))
+SIZES = {"pattern": (3, 2, 337_201), "cluster": (7, 6, 502_054), "zinc": (1, 1, 423_717), "cifar10": (5, 10, 112_726)}
+"""Config -> features, outputs, and parameters as the paper counts them (tables A10 and A11)."""
+
+
+def build(path):
+    set_cfg(cfg)
+    cfg.merge_from_file(str(path))
+    cfg.accelerator = "cpu"
+    cfg.share.dim_in, cfg.share.dim_out, parameters = SIZES[path.stem]
+    model = create_model()
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    return model.model.attention_report
+
+
+@pytest.mark.parametrize("path", OFFERED, ids=lambda path: path.stem)
+def test_shipped_configs_build_the_papers_models(path):
+    assert build(path).attention == "quest"
 
 
 @pytest.mark.parametrize("path", OFFERED, ids=lambda path: path.stem)
 def test_the_commented_start_builds(path, tmp_path):
-    set_cfg(cfg)
     (tmp_path / path.name).write_text(with_start(path))
-    cfg.merge_from_file(str(tmp_path / path.name))
-    cfg.accelerator = "cpu"
-    cfg.share.dim_in, cfg.share.dim_out = 14, 1
-    report = create_model().model.attention_report
+    report = build(tmp_path / path.name)
     assert report.attention == "quest(init=12.0)"
     for replacement in report.replacements:
         assert replacement.query_norms == pytest.approx([12] * len(replacement.query_norms), rel=1e-4)

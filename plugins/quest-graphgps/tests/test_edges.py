@@ -21,27 +21,19 @@ def bipartite(seed):
     return torch.randn(7, 6).double(), torch.randn(5, 4).double(), pairs
 
 
-def by_hand(conv, x, y, pairs, edges, attention):
-    """The same layer in plain steps, with the weights of all pairs."""
-    q = conv.lin_query(y).view(-1, H, C)
-    out = torch.zeros(len(y), H, C).double()
-    scales = conv.mechanism.score if attention.startswith("qknorm") else None
-    for j in range(len(y)):
-        here = (pairs[1] == j).nonzero()[:, 0]
-        if not len(here):
-            continue
-        feature = 0 if edges is None else conv.lin_edge(edges[here]).view(-1, H, C)
-        k = conv.lin_key(x[pairs[0][here]]).view(-1, H, C) + feature
-        v = conv.lin_value(x[pairs[0][here]]).view(-1, H, C) + feature
-        query = q[j]
-        if attention != "standard":
-            k = k / k.norm(dim=-1, keepdim=True)
-        if scales is not None:
-            query = query / query.norm(dim=-1, keepdim=True) * scales.query_scale
-            k = k * scales.key_scale
-        logits = (query * k).sum(-1) / (C**0.5 if attention == "standard" else 1)  # [edges, H]
-        out[j] = (logits.softmax(0)[..., None] * v).sum(0)
-    return out.flatten(1) + conv.lin_skip(y)
+def of_all_pairs(conv, x, y, pairs, edges=None):
+    """Return queries [5, 1, H, C], keys and values [5, 7, H, C] and logits [5, 7, H], −∞ where there is no edge."""
+    feature, hidden = torch.zeros(5, 7, H, C).double(), torch.ones(5, 7, 1, dtype=torch.bool)
+    hidden[pairs[1], pairs[0]] = False
+    if edges is not None:
+        feature[pairs[1], pairs[0]] = conv.lin_edge(edges).view(-1, H, C)
+    q = conv.lin_query(y).view(-1, 1, H, C)
+    k, v = (layer(x).view(-1, H, C) + feature for layer in (conv.lin_key, conv.lin_value))
+    query, score = q, conv.mechanism.score
+    key = k / C**0.5 if str(conv.config) == "standard" else nn.functional.normalize(k, dim=-1)
+    if str(conv.config) == "qknorm":
+        query, key = nn.functional.normalize(q, dim=-1) * score.query_scale, key * score.key_scale
+    return q, k, v, (query * key).sum(-1).masked_fill(hidden, -torch.inf)
 
 
 @pytest.mark.parametrize("edge_dim", [None, 5])
@@ -55,7 +47,9 @@ def test_it_equals_plain_steps(attention, edge_dim):
     if attention == "qknorm":
         torch.nn.init.uniform_(conv.mechanism.score.query_scale, 0.5, 2)
     out = conv((x, y), pairs, edges)
-    torch.testing.assert_close(out, by_hand(conv, x, y, pairs, edges, attention))
+    _, _, v, logits = of_all_pairs(conv, x, y, pairs, edges)
+    weights = logits.softmax(1).nan_to_num()  # of a target without edges
+    torch.testing.assert_close(out, (weights[..., None] * v).sum(1).flatten(1) + conv.lin_skip(y))
     assert torch.equal(out, stock) is (attention == "standard")
 
 
@@ -79,8 +73,7 @@ def test_weights_are_returned_and_stock_comes_back():
     quest_core.inject(conv, "quest")
     _, (index, weights) = conv((x, y), pairs, return_attention_weights=True)
     assert index is pairs
-    sums = torch.zeros(5, H).double().index_add_(0, pairs[1], weights)
-    torch.testing.assert_close(sums[pairs[1].unique()], torch.ones(len(pairs[1].unique()), H).double())
+    torch.testing.assert_close(weights, of_all_pairs(conv, x, y, pairs)[3].softmax(1)[pairs[1], pairs[0]])
     quest_core.uninject(conv)
     assert torch.equal(conv((x, y), pairs), stock)
 
@@ -173,22 +166,16 @@ def test_a_monitor_sees_the_logits_of_edges(attention):
     with quest_core.Monitor(conv) as monitor:
         assert torch.equal(conv((x, y), pairs), out)
         (seen,) = monitor.collect().values()
-    q, k = conv.lin_query(y).view(-1, H, C), conv.lin_key(x).view(-1, H, C)
-    logits = torch.einsum(
-        "jhc,ihc->hji", q, k / C**0.5 if attention == "standard" else k / k.norm(dim=-1, keepdim=True)
-    )
-    edge = torch.zeros(5, 7, dtype=torch.bool)
-    edge[pairs[1], pairs[0]] = True
-    logits = logits.masked_fill(~edge, -torch.inf)
-    found = edge.any(1)
-    assert not found.all()
-    weights = logits[:, found].softmax(-1)
+    q, k, _, logits = of_all_pairs(conv, x, y, pairs)
+    found = pairs[1].unique()  # targets with edges
+    assert len(found) < 5
+    query_norms, key_norms = q[found, 0].norm(dim=-1), k[pairs[1], pairs[0]].norm(dim=-1)
     wanted = {
-        "max_logit": logits.amax((1, 2)),
-        "entropy": -torch.special.xlogy(weights, weights).sum(-1).mean(1),
-        "query_norm_max": q[found].norm(dim=-1).amax(0),
-        "query_norm_mean": q[found].norm(dim=-1).mean(0),
-        "key_norm_max": k[pairs[0]].norm(dim=-1).amax(0),
-        "key_norm_mean": k[pairs[0]].norm(dim=-1).mean(0),
+        "max_logit": logits.amax((0, 1)),
+        "entropy": torch.special.entr(logits[found].softmax(1)).sum(1).mean(0),
+        "query_norm_max": query_norms.amax(0),
+        "query_norm_mean": query_norms.mean(0),
+        "key_norm_max": key_norms.amax(0),
+        "key_norm_mean": key_norms.mean(0),
     }
     assert seen == {name: pytest.approx(x.tolist()) for name, x in wanted.items()}

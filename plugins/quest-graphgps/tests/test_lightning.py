@@ -1,17 +1,16 @@
 """quest_core.tools.lightning: the log of PyTorch Lightning, which GraphGym trains with."""
 
-import pytest
 import torch
 from models import trainer
+from pytorch_lightning import LightningModule
 from pytorch_lightning.loggers import TensorBoardLogger
 from torch import nn
 
 from devtools.logits import check, clipped, recorded, scalars
+from quest_core.tools.lightning import WatchAttention
 
-lightning = pytest.importorskip("pytorch_lightning")
 
-
-class Module(lightning.LightningModule):
+class Module(LightningModule):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -25,8 +24,6 @@ class Module(lightning.LightningModule):
 
 
 def test_the_log_holds_the_largest_logit_of_each_layer(tmp_path):
-    from quest_core.tools.lightning import WatchAttention
-
     model = Module()
     watch = WatchAttention(every=2, clip=1e-6)
     log = {"logger": TensorBoardLogger(tmp_path), "log_every_n_steps": 1}
