@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tsai.models.ConvTranPlus import ConvTranPlus
+from tsai.models.GatedTabTransformer import GatedTabTransformer
 from tsai.models.PatchTST import PatchTST
 from tsai.models.RNNAttention import GRUAttention, LSTMAttention, RNNAttention
 from tsai.models.RNNAttentionPlus import GRUAttentionPlus, LSTMAttentionPlus, RNNAttentionPlus
@@ -155,6 +156,10 @@ class TestTabTransformer(Tabular):
 
 class TestTabFusionTransformer(TestTabTransformer):
     kind = TabFusionTransformer
+
+
+class TestGatedTabTransformer(TestTabTransformer, variant=True):
+    kind = GatedTabTransformer
 
 
 class TestTSTabFusionTransformer(Tabular, variant=True):
