@@ -22,7 +22,7 @@ def bipartite(seed):
 
 
 def of_all_pairs(conv, x, y, pairs, edges=None):
-    """Return queries [5, 1, H, C], keys and values [5, 7, H, C] and logits [5, 7, H], −∞ where there is no edge."""
+    """Return queries [5, 1, H, C], keys and values [5, 7, H, C] and logits [5, 7, H], −∞ for pairs without an edge."""
     feature, hidden = torch.zeros(5, 7, H, C).double(), torch.ones(5, 7, 1, dtype=torch.bool)
     hidden[pairs[1], pairs[0]] = False
     if edges is not None:
