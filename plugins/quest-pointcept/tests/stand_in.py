@@ -4,10 +4,23 @@ It answers the same call with the same parameters, written from the definition: 
 time, in loops. What is tested against it is tested against Pointcept's own class in test_pointcept.py.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+def patches_by_definition(counts: Sequence[int], size: int) -> list[tuple[list[int], list[int]]]:
+    """The positions on the curve that each patch of clouds of `counts` points holds, and those of them it is for."""
+    patches, begin = [], 0
+    for n in counts:
+        for first in range(0, n, size):
+            own = list(range(begin + first, begin + min(first + size, n)))
+            lent = [] if n <= size else list(range(begin + first + len(own) - size, begin + first))
+            patches.append((own + lent, own))
+        begin += n
+    return patches
 
 
 class Point(dict):
@@ -93,17 +106,11 @@ class SerializedAttention(nn.Module):
             self.rope = Rotary(channels // num_heads)
 
     def forward(self, point: Any) -> Any:
-        ends = point.offset.tolist()
-        bounds = list(zip([0, *ends], ends, strict=False))
-        size = self.patch_size if self.enable_flash else min(self.patch_size_max, *(b - a for a, b in bounds))
+        counts = point.offset.diff(prepend=point.offset.new_zeros(1)).tolist()
+        size = self.patch_size if self.enable_flash else min(self.patch_size_max, *counts)
         order = point.serialized_order[self.order_index]
-        patches: list[tuple[list[int], int]] = []  # positions on the curve, and how many of them are new
-        for begin, end in bounds:
-            for first in range(begin, end, size):
-                own = list(range(first, min(first + size, end)))
-                lent = [] if end - begin <= size else range(first + len(own) - size, first)
-                patches.append(([*own, *lent], len(own)))
-        taken = [order[torch.tensor(places)] for places, _ in patches]
+        patches = patches_by_definition(counts, size)
+        taken = [order[held] for held, _ in patches]
         qkv = self.qkv(point.feat)
         weights, values = [], []
         for points in taken:
@@ -119,8 +126,8 @@ class SerializedAttention(nn.Module):
         if not self.enable_flash:  # drawn at once for all patches
             weights = list(self.attn_drop(torch.stack(weights)))
         rows: list[Tensor] = []
-        for weight, v, (_, new) in zip(weights, values, patches, strict=True):
-            rows.append(torch.einsum("hnm,mhd->nhd", weight, v).flatten(1)[:new])
+        for weight, v, (_, own) in zip(weights, values, patches, strict=True):
+            rows.append(torch.einsum("hnm,mhd->nhd", weight, v).flatten(1)[: len(own)])
         on_curve = torch.cat(rows)
         point.feat = self.proj_drop(self.proj(on_curve[point.serialized_inverse[self.order_index]]))
         return point

@@ -1,6 +1,7 @@
 """Load checkpoints of another attention by every loader of torch-pointcloud; the table is in docs/checkpoints.md."""
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -37,15 +38,9 @@ def warm_start(path, attention):
     return model
 
 
-def plain(path, attention):
+def plain(path, attention, strict=True):
     model = build(attention)
-    model.load_state_dict(weights(path))
-    return model
-
-
-def not_strict(path, attention):
-    model = build(attention)
-    model.load_state_dict(weights(path), strict=False)
+    model.load_state_dict(weights(path), strict=strict)
     return model
 
 
@@ -60,7 +55,7 @@ LOADERS = {
     "`create_model(checkpoint_path=)`": create,
     "`utils.state_dict.load_state_dict`": warm_start,
     "`load_state_dict`": plain,
-    "`load_state_dict(strict=False)`": not_strict,
+    "`load_state_dict(strict=False)`": functools.partial(plain, strict=False),
     "`AveragedModel`": moving_average,
 }
 

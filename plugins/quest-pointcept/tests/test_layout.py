@@ -5,28 +5,16 @@ import itertools
 import pytest
 import torch
 from clouds import clouds
-from stand_in import serialized
+from stand_in import patches_by_definition, serialized
 
 from quest_pointcept.layout import counts_of, lay_out, patches_of
-
-
-def by_definition(counts, size):
-    """The positions that each patch holds, and those of them that are its own."""
-    patches, begin = [], 0
-    for n in counts:
-        for first in range(0, n, size):
-            own = list(range(begin + first, begin + min(first + size, n)))
-            lent = [] if n <= size else list(range(begin + first + len(own) - size, begin + first))
-            patches.append((own + lent, own))
-        begin += n
-    return patches
 
 
 @pytest.mark.parametrize("counts", [[1], [8], [7, 8, 9], [16, 8], [17, 3, 40], [5, 5], [64, 1, 1]])
 @pytest.mark.parametrize("size", [1, 4, 8])
 def test_patches_are_those_of_the_definition(counts, size):
     patches = lay_out(counts, size, torch.device("cpu"))
-    expected = by_definition(counts, size)
+    expected = patches_by_definition(counts, size)
     bounds = patches.plan.cu_seqlens.tolist()
     held = [patches.slots[a:b].tolist() for a, b in itertools.pairwise(bounds)]
     assert held == [holds for holds, _ in expected]
@@ -43,11 +31,10 @@ def test_patches_are_those_of_the_definition(counts, size):
 def test_padding_fills_every_patch_to_the_longest(counts):
     patches = lay_out(counts, 8, torch.device("cpu"))
     padded = patches.padded
-    expected = by_definition(counts, 8)
+    expected = patches_by_definition(counts, 8)
     rows = padded.slots.unflatten(0, (-1, padded.size)).tolist()
-    assert [row[: len(holds)] for row, (holds, _) in zip(rows, expected, strict=True)] == [
-        holds for holds, _ in expected
-    ]
+    for row, (holds, _) in zip(rows, expected, strict=True):
+        assert row[: len(holds)] == holds
     assert padded.real.sum(1).tolist() == [len(holds) for holds, _ in expected]
     assert padded.slots[padded.rows].tolist() == list(range(sum(counts)))
     assert padded.real.flatten()[padded.rows].all()

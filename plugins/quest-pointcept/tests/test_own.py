@@ -47,15 +47,10 @@ CONFIGS = {
 @pytest.fixture
 def repo(tmp_path):
     folder = tmp_path / "Pointcept"
-    for name, text in {
-        "tools/train.py": TRAIN,
-        "configs/_base_/default_runtime.py": "",
-        "pointcept/__init__.py": "",
-    }.items():
+    files = {"tools/train.py": TRAIN, "configs/_base_/default_runtime.py": "", "pointcept/__init__.py": ""}
+    for name, text in (files | {f"configs/{name}": text for name, text in CONFIGS.items()}).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    for name, text in CONFIGS.items():
-        (folder / "configs" / name).write_text(text)
     return folder
 
 

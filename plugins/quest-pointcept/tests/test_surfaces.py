@@ -10,7 +10,7 @@ import pytest
 import torch
 from clouds import ENCODER, SEGMENTATION, clouds
 from spawned import Config, torch_pointcloud_model
-from stand_in import Stages, serialized
+from stand_in import Stages, patches_by_definition, serialized
 from torch import nn
 from torch_pointcloud import create_model
 from torch_pointcloud.models.concerto import ConcertoSegmentation
@@ -138,7 +138,9 @@ def test_calibration_after_a_checkpoint_is_loaded(tmp_path, capsys):
     cfg = SimpleNamespace(weight=str(tmp_path / "model.pth"), resume=False)
     trainer = SimpleNamespace(cfg=cfg, model=model, train_loader=batches)
     model.load_state_dict(stock.state_dict())
-    loaded, model.forward = copy.deepcopy(model.state_dict()), functools.partial(_of_a_mapping, model.forward)
+    loaded = copy.deepcopy(model.state_dict())
+    # A copy of the model has a copy of this partial, which calls the copy; a closure would call the model.
+    model.forward = functools.partial(lambda forward, batch: forward(*batch.values()), model.forward)
     calibrate_what_was_loaded(PointceptAdapter(), lambda hook: None, SimpleNamespace(trainer=trainer))
     assert "attention=quest calibrated in 5 modules" in capsys.readouterr().err
     changed = {name for name, x in model.state_dict().items() if not torch.equal(x, loaded[name])}
@@ -146,10 +148,6 @@ def test_calibration_after_a_checkpoint_is_loaded(tmp_path, capsys):
     cfg.resume, calibrated = True, copy.deepcopy(model.state_dict())
     calibrate_what_was_loaded(PointceptAdapter(), lambda hook: None, SimpleNamespace(trainer=trainer))
     assert all(torch.equal(x, calibrated[name]) for name, x in model.state_dict().items())
-
-
-def _of_a_mapping(forward, batch):
-    return forward(*batch.values())
 
 
 # --- without flash-attn -----------------------------------------------------------------------------------------------
@@ -172,6 +170,12 @@ def test_relative_positions_need_no_option():
     """The class of torch-pointcloud for them turns the fused kernel off, which the model's default asks for."""
     model = segmentation(use_flash_attn=True, attn_kind="rpe", attention="quest")
     assert not any(getattr(module, "use_flash_attn", False) for module in model.modules())
+
+
+def test_rotary_positions_need_pos():
+    model = segmentation(attn_kind="rope", encoder_channels=(24, 48), decoder_channels=(24,), attention="quest")
+    with pytest.raises(quest_core.InputError, match=r"attn_kind='rope' .* pass pos \[N, 3\] to the model"):
+        model(*clouds(30, 20))
 
 
 def test_with_flash_a_small_cloud_is_a_shorter_patch():
@@ -215,6 +219,16 @@ def test_half_precision_on_a_gpu_is_only_for_the_hosts_flash_path(attention, fla
             assert isinstance(site.module._precision(on_gpu), torch.autocast) == half
 
 
+@pytest.mark.parametrize(("upcast", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_upcast_attention_attends_in_float32_under_autocast(upcast, dtype):
+    model, seen = injected("quest", upcast_attention=upcast), []
+    for mechanism in mechanisms(model):
+        mechanism.register_forward_pre_hook(lambda _, given: seen.append((given[0] @ given[1].mT).dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(*clouds(20, 9))
+    assert seen == [dtype] * 4
+
+
 # --- elliptical -------------------------------------------------------------------------------------------------------
 
 
@@ -238,19 +252,10 @@ def test_elliptical_compares_each_point_with_itself(flash, monkeypatch):
     monkeypatch.setattr(elliptical, "_metric", spy)  # the first block has nothing to compare with
     point = serialized(model.stem(x.double()), grid, batch)
     model.enc0["block1"](model.enc0["block0"](point))
-    size = 8 if flash else 6
-    order = point.serialized_order[1]
-    change = (values["own"] - values["before"]).abs()  # [N, H, D]
-    row = 0
-    for begin, end in ((0, 37), (37, 49), (49, 55)):
-        for start in range(begin, end, size):
-            held = list(range(start, min(start + size, end)))
-            if end - begin > size:
-                held += range(start + len(held) - size, start)
-            mean = change[order[held]].mean(0)  # [H, D]
-            torch.testing.assert_close(got["metric"][row, :, 0], mean / mean.amax(-1, keepdim=True))
-            row += 1
-    assert row == len(got["metric"])
+    change = (values["own"] - values["before"]).abs()[point.serialized_order[1]]  # [N, H, D]
+    patches = patches_by_definition((37, 12, 6), 8 if flash else 6)
+    means = torch.stack([change[held].mean(0) for held, _ in patches])  # [P, H, D]
+    torch.testing.assert_close(got["metric"][:, :, 0], means / means.amax(-1, keepdim=True))
 
 
 def test_elliptical_is_plain_at_the_border_of_a_stage():
