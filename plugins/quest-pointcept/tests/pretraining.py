@@ -109,14 +109,8 @@ def config(root: Path, model: str, attention: str | None, data: Path, plugin: st
     """The text of a native configuration for one of CONFIGS."""
     base, text = CONFIGS[model]
     backbone = BACKBONE.format(attention="" if attention is None else f", attention={attention!r}")
-    return "\n".join(
-        [
-            f"_base_ = [{str(root / 'configs' / base)!r}]",
-            plugin,
-            text.format(backbone=backbone, heads=HEADS, data=str(data / "rooms")),
-            COMMON,
-        ]
-    )
+    shrunk = text.format(backbone=backbone, heads=HEADS, data=str(data / "rooms"))
+    return "\n".join([f"_base_ = [{str(root / 'configs' / base)!r}]", plugin, shrunk, COMMON])
 
 
 def write_rooms(folder: Path) -> None:
@@ -159,11 +153,8 @@ def write_rooms(folder: Path) -> None:
     import torch
     from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersModel
 
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 518, "patch_size": 14}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        encoder = Dinov2WithRegistersModel(
-            Dinov2WithRegistersConfig(
-                hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=518, patch_size=14
-            )
-        )
+        encoder = Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**sizes))
     encoder.save_pretrained(folder / "dinov2")

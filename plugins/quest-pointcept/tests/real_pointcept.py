@@ -85,15 +85,8 @@ def config(root: Path, model: str, attention: str | None, data: Path, folder: Pa
     return path
 
 
-def write_nuscenes(folder: Path, *, train: int, val: int, rings: int = 32, rays: int = 240, sweeps: int = 10) -> None:
-    """Write scenes in the layout in which Pointcept reads nuScenes: ``info/*.pkl`` and binary files under ``raw/``.
-
-    Args:
-        folder: created if missing.
-        train: scenes of the training split.
-        val: scenes of the validation split.
-        sweeps: the number that is part of the info files' names.
-    """
+def write_nuscenes(folder: Path, *, train: int, val: int, rings: int, rays: int) -> None:
+    """Write `train` and `val` scenes as Pointcept reads nuScenes: ``info/*.pkl`` and binary files under ``raw/``."""
     for split, count in (("train", train), ("val", val)):
         infos = []
         for seed in seeds(split, count):
@@ -111,7 +104,7 @@ def write_nuscenes(folder: Path, *, train: int, val: int, rings: int = 32, rays:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 data.tofile(path)
             infos.append(info)
-        path = folder / "info" / f"nuscenes_infos_{sweeps}sweeps_{split}.pkl"
+        path = folder / "info" / f"nuscenes_infos_10sweeps_{split}.pkl"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(pickle.dumps(infos))
 

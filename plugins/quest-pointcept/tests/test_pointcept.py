@@ -42,25 +42,12 @@ from quest_suites.contract import Cell
 from quest_suites.pointcept.own import run_own
 
 SMALL = {
-    "in_channels": 4,
-    "order": ("z", "z-trans"),
-    "stride": (2,),
-    "enc_depths": (2, 2),
-    "enc_channels": (24, 48),
-    "enc_num_head": (2, 4),
-    "enc_patch_size": (16, 16),
-    "dec_depths": (2,),
-    "dec_channels": (24,),
-    "dec_num_head": (2,),
-    "dec_patch_size": (16,),
-    "drop_path": 0.1,
-    "proj_drop": 0.1,
+    "in_channels": 4, "order": ("z", "z-trans"), "stride": (2,), "enc_depths": (2, 2), "enc_channels": (24, 48),
+    "enc_num_head": (2, 4), "enc_patch_size": (16, 16), "dec_depths": (2,), "dec_channels": (24,),
+    "dec_num_head": (2,), "dec_patch_size": (16,), "drop_path": 0.1, "proj_drop": 0.1,
     "shuffle_orders": False,  # they are drawn in evaluation, too; the trainer's tests shuffle them
     "enable_flash": False,
-}
-
-
-CRITERIA = [{"type": "CrossEntropyLoss", "loss_weight": 1.0, "ignore_index": -1}]
+}  # fmt: skip
 
 
 def build(name, **options):
@@ -191,15 +178,10 @@ def test_flash_is_not_needed():
 
 def test_a_misspelling_is_refused_through_the_registry():
     """Which builds from nested configurations and passes on what went wrong in its own words."""
-    backbone = {"type": "PT-v3m1", **SMALL, "attention": "quset"}
     with pytest.raises(quest_core.ConfigError, match="did you mean 'quest'"):
-        MODELS.build(
-            {"type": "DefaultSegmentorV2", "num_classes": 3, "backbone_out_channels": 24, "backbone": backbone}
-        )
+        MODELS.build(segmentor("quset", type="PT-v3m1"))
     with pytest.raises(TypeError, match="DefaultSegmentorV2.*unexpected keyword argument 'attention'"):
-        MODELS.build(
-            {"type": "DefaultSegmentorV2", "num_classes": 3, "backbone_out_channels": 24, "attention": "quest"}
-        )
+        MODELS.build({**segmentor(None), "attention": "quest"})
 
 
 @pytest.mark.parametrize("flash", [False, True])
@@ -265,13 +247,9 @@ def test_what_is_kept_with_the_points_survives_a_copy():
 
 def segmentor(attention, **options):
     backbone = {"type": "PT-v3m2", **SMALL, **({} if attention is None else {"attention": attention}), **options}
-    return {
-        "type": "DefaultSegmentorV2",
-        "num_classes": 3,
-        "backbone_out_channels": 24,
-        "backbone": backbone,
-        "criteria": CRITERIA,
-    }
+    criteria = [{"type": "CrossEntropyLoss", "loss_weight": 1.0, "ignore_index": -1}]
+    sizes = {"num_classes": 3, "backbone_out_channels": 24}
+    return {"type": "DefaultSegmentorV2", **sizes, "backbone": backbone, "criteria": criteria}
 
 
 def build_segmentor(attention, **options):
@@ -497,15 +475,18 @@ def dataset(tmp_path_factory):
     return folder
 
 
+def train_three(model, dataset, folder, **options):
+    """Train without the plugin, with standard and with quest, each in its folder; return what they printed."""
+    attentions = (None, "standard", "quest")
+    configs = [real_pointcept.config(Path(ROOT), model, a, dataset, folder / str(a)) for a in attentions]
+    return real_pointcept.train(Path(ROOT), *configs, **options)
+
+
 @pytest.fixture(scope="module", params=real_pointcept.MODELS)
 def trained(request, dataset, tmp_path_factory):
-    """Two epochs of a model without the plugin, with standard and with quest: (model, folder, runs)."""
+    """Return (model, folder, three runs of two epochs)."""
     folder = tmp_path_factory.mktemp(request.param)
-    configs = [
-        real_pointcept.config(Path(ROOT), request.param, a, dataset, folder / str(a))
-        for a in (None, "standard", "quest")
-    ]
-    return request.param, folder, real_pointcept.train(Path(ROOT), *configs)
+    return request.param, folder, train_three(request.param, dataset, folder)
 
 
 @pytest.mark.slow
@@ -554,9 +535,7 @@ def test_the_checkpoints_of_the_trainer(trained, dataset, tmp_path):
 @pytest.mark.parametrize("model", real_pointcept.PRETRAINING)
 def test_the_trainer_of_pretraining(model, dataset, tmp_path):
     """Sonata, Concerto and PPT: standard is Pointcept's own attention, step by step; quest trains."""
-    root = Path(ROOT)
-    configs = [real_pointcept.config(root, model, a, dataset, tmp_path / str(a)) for a in (None, "standard", "quest")]
-    stock, standard, quest = real_pointcept.train(root, *configs)
+    stock, standard, quest = train_three(model, dataset, tmp_path)
     assert len(stock.losses) >= 6
     assert standard.losses == pytest.approx(stock.losses, abs=1.5e-3)
     assert quest.losses != stock.losses
@@ -574,11 +553,7 @@ def test_the_launcher_of_several_processes(dataset, tmp_path):
     Pointcept's launcher insists on CUDA and NCCL; without a GPU, tests/cpu gives it gloo. With GPUs it runs as it
     is in integration_tests/gpu/test_pointcept_launcher.py.
     """
-    root = Path(ROOT)
-    configs = [
-        real_pointcept.config(root, "PT-v3m1", a, dataset, tmp_path / str(a)) for a in (None, "standard", "quest")
-    ]
-    stock, standard, quest = real_pointcept.train(root, *configs, gpus=2, options=("num_worker=2",))
+    stock, standard, quest = train_three("PT-v3m1", dataset, tmp_path, gpus=2, options=("num_worker=2",))
     assert len(stock.losses) == 16
     assert standard.losses == pytest.approx(stock.losses, abs=1.5e-4)
     assert sum("] attention=quest in 8 modules" in line for line in quest.lines) == 2
@@ -589,11 +564,8 @@ def test_the_launcher_of_several_processes(dataset, tmp_path):
 def test_the_suite_trains_nuscenes(dataset, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(real_pointcept.CPU), os.environ.get("PYTHONPATH", "")]))
     reported = []
-    task, data = (
-        "configs/nuscenes/semseg-pt-v3m1-0-base.py",
-        [f"data.{s}.data_root={dataset}" for s in ("train", "val")],
-    )
-    options = {"gpus": 1, "set": " ".join(data)}
+    options = {"gpus": 1, "set": " ".join(f"data.{s}.data_root={dataset}" for s in ("train", "val"))}
+    task = "configs/nuscenes/semseg-pt-v3m1-0-base.py"
     given = Cell("pointcept", task, "quest", 0, True, Path(ROOT), options, tmp_path)
     result = run_own(given, lambda *note: reported.append(note))
     assert result.details["injected"].startswith("attention=quest in 5 modules")
