@@ -100,11 +100,10 @@ class Report:
 
     def table(self) -> str:
         """Return all replaced modules, one per line, with the mean norm that queries start with in a fresh model."""
-        width, several = max(len(r.path) for r in self.replacements), len({r.attention for r in self.replacements}) > 1
+        width = max(len(r.path) for r in self.replacements)
         return "\n".join(
-            f"{r.path:<{width}}  {r.host_class}  {r.adapter}  {r.parameters_before:,} -> {r.parameters_after:,}"
-            + (f"  {r.attention}" if several else "")
-            + f"  {r.kernel}"
+            f"{r.path:<{width}}  {r.attention}  {r.host_class}  {r.adapter}  "
+            f"{r.parameters_before:,} -> {r.parameters_after:,}  {r.kernel}"
             + (f"  {r.note}" if r.note else "")
             + (f"  ‖q‖ {sum(r.query_norms) / len(r.query_norms):.3g}" if r.query_norms else "")
             for r in self.replacements
