@@ -1,5 +1,6 @@
 """Installed plugins: found without an import, loaded with their host, and explained if they cannot be used."""
 
+import contextlib
 import importlib.metadata
 import os
 import re
@@ -125,6 +126,13 @@ def test_doctor_is_content_with_what_works(install, capsys):
     install("mini", "torch", requires=('torch>=2; extra == "host"',))
     assert cli.main(["doctor"]) == 0
     assert f"  quest-mini 1.2 with torch {importlib.metadata.version('torch')}: ok\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "0", "-1"])
+def test_doctor_takes_whole_seconds(seconds, capsys):
+    with contextlib.suppress(SystemExit):  # argparse's, after its own message
+        cli.main(["doctor", "--timeout", seconds])
+    assert re.search(rf"--timeout.* {seconds}\b|'{seconds}'", capsys.readouterr().err)
 
 
 def test_list_names_mechanisms_and_check_explains_them(capsys):

@@ -90,7 +90,7 @@ def parsers(points: Mapping[str, EntryPoint]) -> tuple[argparse.ArgumentParser, 
     examine = add(
         "doctor", "which plugins work here, and how to fix the others", lambda given: doctor.main(given.timeout)
     )
-    examine.add_argument("--timeout", metavar="SECONDS", type=float, default=60, help="per import (default: 60)")
+    examine.add_argument("--timeout", metavar="SECONDS", type=int, default=60, help="per import (default: 60)")
     start.add_parsers(commands)
     for kind in EXAMPLES:
         copied = add(

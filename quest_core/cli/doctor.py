@@ -9,6 +9,7 @@ import sys
 import torch
 
 from .. import __version__
+from ..errors import check_sizes
 from ..hosts.plugins import Plugin, is_importable, plugins
 from ..registry import packages
 
@@ -24,8 +25,9 @@ except PluginError as error:
 MESSAGES = "https://quest-attention.github.io/quest/troubleshooting/"
 
 
-def main(limit: float) -> int:
+def main(limit: int) -> int:
     """Import every plugin in a child process, for at most `limit` seconds; print what works; return 1 if one fails."""
+    check_sizes(**{"--timeout": limit})
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["CPU"]
     versions = f"quest-core {__version__}, Python {platform.python_version()}, torch {torch.__version__}"
     print(f"{versions}, {', '.join(devices)}")
@@ -37,7 +39,7 @@ def main(limit: float) -> int:
     return 1 if any(problems) else 0
 
 
-def examine(plugin: Plugin, limit: float) -> tuple[str, str]:
+def examine(plugin: Plugin, limit: int) -> tuple[str, str]:
     """Return why a plugin does not work and the command that fixes it; two empty texts if it works."""
     if problem := plugin.problem():
         return problem, plugin.fix
@@ -52,12 +54,12 @@ def examine(plugin: Plugin, limit: float) -> tuple[str, str]:
     return f"it cannot be imported: {failure}", fix
 
 
-def _run(code: str, limit: float) -> str:
+def _run(code: str, limit: int) -> str:
     """Run code in a child process; return how it failed, in one line, or an empty text."""
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired:
-        return f"it takes more than {limit:g} s"
+        return f"it takes more than {limit} s"
     if done.returncode == 0:
         return ""
     lines = done.stderr.strip().splitlines()

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ..errors import ConfigError, PluginError
+from ..hosts.torch import TorchAdapter
 from ..registry import mechanisms
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
@@ -23,8 +24,8 @@ def new(kind: str, name: str, out: Path) -> int:
     """Copy the example of a mechanism or a plugin under another name, and print what to do next."""
     exists = _OURS.fullmatch(name) or any(metadata.distributions(name=f"quest-{name}"))
     taken = f"the distribution quest-{name}" if exists else ""
-    if kind == "mechanism" and name in mechanisms():
-        taken = f"the mechanism '{name}'"
+    if name in (mechanisms() if kind == "mechanism" else [TorchAdapter.name]):
+        taken = f"the {kind} '{name}'"
     if taken:
         raise ConfigError(f"name is {name!r}, and there is {taken} already; choose another")
     folder = copy_example(f"third_party_{kind}", EXAMPLES[kind], name, out)
