@@ -387,7 +387,7 @@ def test_a_good_cell_finishes_beside_a_hung_one(fake):
     assert states == {"hang": ("failed", "timed out after 30 s (--timeout)\n"), "ok": ("done", None)}
 
 
-def test_a_torn_file_is_named_and_runs_again_once_it_is_deleted(inside, capfd):
+def test_a_torn_or_foreign_file_is_named_and_runs_again_once_it_is_deleted(inside, capfd):
     command = [*RUN, "--seeds", "0-1"]
     assert app_main(command) == 0
     torn = next(Path("out").glob("cells/*/result.json"))
@@ -396,6 +396,11 @@ def test_a_torn_file_is_named_and_runs_again_once_it_is_deleted(inside, capfd):
     shown = capfd.readouterr().out
     assert "1 done, 0 running, 1 failed" in shown
     assert "1 failed: result.json is torn" in shown
+    torn.write_text('{"series": {}}')
+    assert app_main(["report", "out"]) == 0
+    assert "result.json is not a file of quest-bench, because it lacks metrics, device; delete it" in (
+        Path("out/report.md").read_text()
+    )
     torn.unlink()
     assert app_main(command) == 0
     assert all(c.state == "done" for c in load_all(Path("out")))
@@ -407,6 +412,9 @@ def test_a_torn_file_is_named_and_runs_again_once_it_is_deleted(inside, capfd):
     assert app_main(command) == 0
     assert len(load_all(Path("out"))) == 2
     assert app_main(["report", "out"]) == 0
+    Path("out/run.json").write_text("{}")
+    assert app_main(["report", "out"]) == 2
+    assert "error: out/run.json is not a file of quest-bench, because it lacks runs" in capfd.readouterr().err
     Path("out/run.json").write_text('{"runs": [')
     assert app_main(["report", "out"]) == 2
     error = capfd.readouterr().err

@@ -38,6 +38,7 @@ from .worker import decode, encode, git_commit, whole, write_json, write_text
 # The columns of results.parquet, next to those with a prefix; see `rows`.
 SPEC_COLUMNS = ("suite", "task", "attention", "seed", "smoke", "data")  # of results.parquet; see `rows`
 RESULT_COLUMNS = ("seconds", "peak_rss_mib", "device", "threads", "finished")
+RESULT_KEYS = ("metrics", "series", "device")  # that every result.json has
 JSON_COLUMNS = ("details", "versions", "commits", "machine")
 
 
@@ -56,14 +57,17 @@ class Stored:
         return "done" if self.result is not None else "failed" if self.error is not None else "unfinished"
 
 
-def read_json(path: Path, fix: str) -> Any:
-    """Read a file that :func:`write_json` wrote; raises ConfigError with its name if it is torn or cannot be read."""
+def read_json(path: Path, fix: str, *keys: str) -> Any:
+    """Read a mapping with these keys from a file; raises ConfigError with its name if that is not possible."""
     try:
-        return decode(path.read_text(encoding="utf-8"))
+        found = decode(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"{path} is torn ({error}); {fix}") from None
+    if lacks := [key for key in keys if not isinstance(found, Mapping) or key not in found]:
+        raise ConfigError(f"{path} is not a file of quest-bench, because it lacks {', '.join(lacks)}; {fix}")
+    return found
 
 
 def prepare(cell: Cell, metric: str) -> Path:
@@ -80,17 +84,17 @@ def prepare(cell: Cell, metric: str) -> Path:
 
 
 def load(folder: Path) -> Stored:
-    """Read one cell's folder. A torn result counts as a failure, with its file's name."""
+    """Read one cell's folder. A torn or foreign result counts as a failure, with its file's name."""
     again = "delete it, and the same `quest bench run` command makes it again"
-    spec = read_json(folder / "cell.json", again)
+    spec = read_json(folder / "cell.json", again, *SPEC_COLUMNS, "options")
     error_path, result_path = folder / "error.txt", folder / "result.json"
     error = error_path.read_text(encoding="utf-8", errors="replace") if error_path.is_file() else None
     if not result_path.is_file():
         return Stored(folder, spec, None, error)
     try:
-        return Stored(folder, spec, read_json(result_path, again), error)
-    except ConfigError as torn:
-        return Stored(folder, spec, None, str(torn).removeprefix(f"{folder}/"))  # `causes` leaves out paths
+        return Stored(folder, spec, read_json(result_path, again, *RESULT_KEYS), error)
+    except ConfigError as why:
+        return Stored(folder, spec, None, str(why).removeprefix(f"{folder}/"))  # `causes` leaves out paths
 
 
 def load_all(out: Path) -> list[Stored]:
@@ -202,7 +206,7 @@ def read_run(out: Path) -> list[dict[str, Any]]:
     """Return the runs that run.json records, oldest first."""
     path = out / "run.json"
     fix = "rename it; it only records the commands, and the next `quest bench run` starts a new one"
-    runs: list[dict[str, Any]] = read_json(path, fix)["runs"] if path.is_file() else []
+    runs: list[dict[str, Any]] = read_json(path, fix, "runs")["runs"] if path.is_file() else []
     return runs
 
 
