@@ -271,7 +271,8 @@ def _chosen_parts(model: Any, given: Mapping[str, Any]) -> tuple[dict[str, Choic
 def _refusal(config: Any, value: Any) -> UnsupportedError:
     return UnsupportedError(
         f"set_attn_implementation({value!r}): attention '{attention_of(config)}' takes the place of the host's "
-        "function; set_attn_implementation('standard') gives this model standard attention"
+        "function; set_attn_implementation('standard') gives this model standard attention, unless the attention has "
+        "reduced its keys and values (gqa): then build the model again"
     )
 
 
