@@ -757,6 +757,11 @@ def state_space(m, q, k, v):
     return (decay * v) @ (k.mT @ q)
 
 
+def random_features(m, q, k, v):
+    q, k = ((x @ torch.linspace(-1, 1, D * D).view(D, D)).exp() for x in (q, k))
+    return q @ (k.mT @ v)
+
+
 def router(m, q, k, v):
     gates = (q @ m.memory.mT).softmax(-1)
     return sum((gates[..., i : i + 1] * v for i in range(3)), torch.zeros(()))
@@ -768,6 +773,7 @@ LEFT = {
         1, 1, 2, 1
     ),
     "linear attention": lambda m, q, k, v: q.softmax(-1) @ (k.softmax(-2).mT @ v),
+    "random features": random_features,
     "state space": state_space,
     "linear attention by entries": lambda m, q, k, v: (q[:, :, :, None] * k[:, :, None]).sum(-1) @ v,
     "squeeze and excite": lambda m, q, k, v: v * q.mean((1, 2), keepdim=True).sigmoid(),

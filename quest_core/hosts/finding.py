@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -39,6 +40,7 @@ class _Judge:
         self.refused = {**search.refused}
         self.left_alone: dict[str, str] = {}
         self._other: list[Origin] | None = None
+        self._judge_softmaxes_by_hand()
         self._judge_frames()
         self._judge_products_without_softmax()
         for frame in search.frames:
@@ -47,6 +49,18 @@ class _Judge:
                 self.left_alone.setdefault(frame.path, "it forms no softmax")
         judged = {*self.sites, *self.refused}
         self.left_alone = {path: why for path, why in self.left_alone.items() if path not in judged}
+
+    def _judge_softmaxes_by_hand(self) -> None:
+        """Refuse them, unless one operand is of no projection and the same for other inputs.
+
+        Then they are random features (Performer), and not the weights of keys.
+        """
+        for origin, function in self.search.by_hand.items():
+            with contextlib.suppress(UnsupportedError):
+                fixed = self._are_fixed(origin)
+                if fixed.count(True) == 1 and origin.operands[fixed.index(True)].origin is None:
+                    continue
+            self.refused.setdefault(origin.frames[-1].path, f"it spells its softmax by {function}")
 
     def _judge_frames(self) -> None:
         one_key: dict[str, str] = {}
@@ -162,6 +176,10 @@ class _Judge:
 
     def _is_position(self, origin: Origin) -> bool:
         """Return whether an operand is a parameter, or is the same for other inputs."""
+        return any(self._are_fixed(origin))
+
+    def _are_fixed(self, origin: Origin) -> list[bool]:
+        """Return whether each operand is a parameter, or is the same for other inputs; [] if they are not known."""
         if self._other is None:
             try:
                 self._other = self.again().products
@@ -172,10 +190,10 @@ class _Judge:
                 ) from error
         if len(self._other) != len(self.search.products):
             raise UnsupportedError("its products depend on the values of the input")
-        if origin.number < 0 or not origin.operands:
-            return False
-        pairs = zip(origin.operands, self._other[origin.number].operands, strict=False)
-        return any(origin.learned) or any(one.seen == two.seen for one, two in pairs)
+        if origin.number < 0:
+            return []
+        both = zip(origin.learned, origin.operands, self._other[origin.number].operands, strict=False)
+        return [learned or one.seen == two.seen for learned, one, two in both]
 
     def _role(self, softmax: Softmax, flow: Flow) -> tuple[Product, Written]:
         """Return the role of a product and the facts about it; UnsupportedError if it is not understood."""

@@ -128,6 +128,7 @@ class Search(Following):
         self.products: list[Origin] = []
         self.softmaxes: list[Softmax] = []
         self.refused: dict[str, str] = {}  # paths of attention that cannot be changed -> why
+        self.by_hand: dict[Origin, str] = {}  # products that became weights by a function of `BY_HAND` -> its name
         self.made = _Tensors([*model.parameters(), *model.buffers()])  # what PyTorch's functions made
         self.unseen: set[str] = set()  # paths of modules in which something else made a tensor
         self.lost = _Tensors()  # such tensors, and what was made from them
@@ -299,7 +300,7 @@ class Search(Following):
         two = len(pair) == 2 and pair[0] is not pair[1]
         for x in pair if two else ():
             if x.numel() < out.numel():
-                self._refuse_by_hand(x)
+                self._note_by_hand(x)
         if any(x in self.entrywise for x in pair) or (two and self._are_projected(pair)):
             self.entrywise.add(out)
 
@@ -319,11 +320,11 @@ class Search(Following):
         """Return whether all of some tensors come from projections."""
         return all(any(flow.origin.axis is not None for flow in self.flows(x)) for x in pair)
 
-    def _refuse_by_hand(self, weights: Tensor) -> None:
-        """Refuse the module whose weights of some values were made by a function of `BY_HAND`."""
+    def _note_by_hand(self, weights: Tensor) -> None:
+        """Note the products from which a function of `BY_HAND` made the weights of some values."""
         for flow in self.flows(weights):
             if flow.origin.is_logits and flow.odd in BY_HAND:
-                self.refused.setdefault(flow.origin.frames[-1].path, f"it spells its softmax by {flow.odd}")
+                self.by_hand.setdefault(flow.origin, flow.odd)
 
     def _on_product(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
         origin = Origin("product", len(self.products), frames=tuple(self.running))
@@ -388,7 +389,7 @@ class Search(Following):
         found, kept = False, list[Flow]()
         for i, x in enumerate(pair):
             if not learned[1 - i]:
-                self._refuse_by_hand(x)
+                self._note_by_hand(x)
             for flow in self.flows(x):
                 if flow.origin.kind != "softmax":
                     continue
