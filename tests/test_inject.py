@@ -398,6 +398,27 @@ def test_a_model_that_takes_no_attributes_can_be_injected():
     assert model.attention_report is report
 
 
+@pytest.mark.parametrize(
+    "attend",
+    [nn.functional.scaled_dot_product_attention, lambda q, k, v: (q @ k.mT * 0.5).softmax(-1) @ v],
+    ids=["called", "written out"],
+)
+def test_a_class_that_wraps_its_modules_runs_the_mechanism(attend):
+    class Wrapping(nn.Linear):
+        def __setattr__(self, name, value):  # as layers of Keras do
+            super().__setattr__(name, nn.Sequential(value) if isinstance(value, nn.Module) else value)
+
+        def forward(self, x):
+            return attend(*super().forward(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4))
+
+    model, x = Wrapping(8, 24), torch.randn(2, 5, 8)
+    stock = copy.deepcopy(model)
+    q, k, v = nn.functional.linear(x, model.weight, model.bias).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+    quest_core.inject(model, "quest", example=x)
+    torch.testing.assert_close(model(x), quest_core.attention(q, k, v, "quest"))
+    torch.testing.assert_close(quest_core.uninject(model)(x), stock(x))
+
+
 @pytest.mark.parametrize("flag", ["fresh", "allow_partial"])
 def test_flags_are_no_texts(flag):
     with pytest.raises(ConfigError, match=rf"{flag} is 'false'; write True or False"):

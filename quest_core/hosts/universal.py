@@ -104,7 +104,7 @@ class Call(Found):
         if self.factors is not None and not config.is_standard and self.factors != (1, 1):
             made.undone = self.factors
             scale = math.prod((self.scale_number, *self.factors))
-        made.mechanism = mechanism_for(module, config, self.sizes(config), scale, like=self.query)
+        made.add_module("mechanism", mechanism_for(module, config, self.sizes(config), scale, like=self.query))
         if isinstance(module, nn.MultiheadAttention):
             leave_native_path(made.mechanism)
         return made

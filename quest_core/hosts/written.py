@@ -144,7 +144,7 @@ class Written(Found):
         """Return the draft of the module as a site with a mechanism; its parameters are the same objects."""
         made = site_draft(WrittenOut, module, replace(self, query=None))
         sizes = HeadSizes(self.heads, self.kv_heads, self.head_dim, self.head_dim, self.head_dim)
-        made.mechanism = mechanism_for(module, config, sizes, self.scale, like=self.query)
+        made.add_module("mechanism", mechanism_for(module, config, sizes, self.scale, like=self.query))
         score = made.mechanism.score
         ours = [getattr(type(score), name) is getattr(Score, name) for name in ("forward", "query", "key")]
         made.keeps_queries = all(ours[:2])
