@@ -186,15 +186,24 @@ class Request:
         inject(model, adapter=adapter, fresh=fresh, **vars(self))[1].announce()
 
 
-def open_texts(config: Any, options: Iterable[str]) -> None:
-    """Change each attention in a host's nested config from a text to a mapping, if one of `options` is a key of it.
+def open_texts(config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Make each attention that is a text a mapping, in a host's nested config, if one of `options` is a key of it.
 
-    The options are dotted names, as of a command line. The host raises TypeError for a key of a text.
+    The options are by dotted name, as of a command line. The host raises TypeError for a key of a text.
+
+    Returns:
+        The options, with a text among them as the key `name` if others are keys of it.
     """
+
+    def opened(path: str, value: Any) -> bool:
+        return isinstance(value, str) and any(option.startswith(f"{path}.") for option in options)
+
     for path, section in sections(config):
         for key in KEYS[:2]:
-            if isinstance(section.get(key), str) and any(x.startswith(f"{path}.{key}.".lstrip(".")) for x in options):
+            if opened(f"{path}.{key}".lstrip("."), section.get(key)):
                 section[key] = {"name": section[key]}  # type: ignore[index]
+    ours = {path for path, value in options.items() if path.rpartition(".")[2] in KEYS[:2] and opened(path, value)}
+    return {f"{path}.name" if path in ours else path: value for path, value in options.items()}
 
 
 def check_flag(name: str, value: object) -> None:

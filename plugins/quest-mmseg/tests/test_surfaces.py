@@ -165,6 +165,7 @@ def test_a_partial_replacement_needs_leave():
         (["model.attention=standard"], "standard"),
         (["model.attention=quest+gqa(kv_heads=2)"], "quest+gqa(kv_heads=2)"),
         (["model.attention.kv_heads=2"], "quest+gqa(kv_heads=2)"),  # the config says attention="quest"
+        (["model.attention.ratio=2", "model.attention=standard"], "gqa(ratio=2)"),
         # mmengine cannot read a comma inside of brackets.
         (["model.attention=aft-conv(window=3;query=false)"], "aft-conv(query=false, window=3)"),
     ],

@@ -103,8 +103,7 @@ class MmengineAdapter(Adapter):
 
         def merge(stock: Callable[..., None], config: Any, options: Mapping[str, Any], *rest: Any, **o: Any) -> None:
             """Merge the options of a command line into a config."""
-            open_texts(config._cfg_dict, options)
-            stock(config, options, *rest, **o)
+            stock(config, open_texts(config._cfg_dict, options), *rest, **o)
 
         for kind in (Runner, FlexibleRunner):
             self.patches.around(kind, "__init__", check_runner)

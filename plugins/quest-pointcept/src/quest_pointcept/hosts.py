@@ -281,8 +281,7 @@ def check_when_filled(stock: Stock, self: Any, *arguments: Any, **options: Any) 
 
 def merge(stock: Stock, self: Any, options: Mapping[str, Any], *rest: Any, **more: Any) -> None:
     """Merge the options of a command line, also those of an attention that the file writes as a text; then check."""
-    open_texts(self._cfg_dict, options)
-    check_when_filled(stock, self, options, *rest, **more)
+    check_when_filled(stock, self, open_texts(self._cfg_dict, options), *rest, **more)
 
 
 def check(config: Mapping[str, Any], models: Any) -> None:
