@@ -34,12 +34,14 @@ def inputs(sizes):
     return tuple(x.double() if x.is_floating_point() else x for x in conv_inputs(sizes))
 
 
-def test_a_batch_is_packed_where_its_logits_cost_more_than_copies(packed):
+@pytest.mark.parametrize(("packing", "small", "ragged"), [("auto", 0, 2), ("always", 2, 2), ("never", 0, 0)])
+def test_a_batch_is_packed_where_its_logits_cost_more_than_copies(packed, monkeypatch, packing, small, ragged):
+    monkeypatch.setattr(attention.GraphAttention, "packing", packing)
     layers = model("quest", dropout=0.5)
     layers(*inputs(SIZES))
-    assert not packed
+    assert len(packed) == small
     layers(*inputs(RAGGED))
-    assert len(packed) == 2
+    assert len(packed) == small + ragged
 
 
 def test_padding_without_values_is_not_read(packed):

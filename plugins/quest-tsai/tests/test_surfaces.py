@@ -108,6 +108,12 @@ def test_trained_weights_of_tsai_refuse_a_start_by_name(tmp_path):
             tsai.models.utils.transfer_weights(model, tmp_path / "weights.pth")
 
 
+def test_weights_of_another_model_are_not_transferred(tmp_path):
+    torch.save(torch.nn.Linear(3, 5).state_dict(), tmp_path / "weights.pth")
+    with pytest.raises(CheckpointError, match="no weights in common"):
+        tsai.models.utils.transfer_weights(TSTPlus(3, 5, 12, attention="quest", **SIZES), tmp_path / "weights.pth")
+
+
 def test_an_excluded_head_keeps_its_attention(tmp_path):
     def build(seed):
         torch.manual_seed(seed)
