@@ -642,6 +642,12 @@ WRONG = {
         lambda m, q, k: scripted(q * D**-0.5) @ scripted(k).mT,
     ),
     "cosines": ("cosine attention", lambda m, q, k: cosines(q, k) * 10),
+    "cosines of padded keys": (
+        "cosine attention",
+        lambda m, q, k: (F.normalize(q, dim=-1) @ F.pad(F.normalize(k, dim=-1), (0, 0, 1, 1), value=-1.0).mT * 10)[
+            ..., 1:-1
+        ],
+    ),
     "cosines with temperatures": (
         "cosine attention.*a learned temperature",
         lambda m, q, k: cosines(q, k) * m.temperature.exp(),

@@ -55,7 +55,7 @@ class Replacement:
     path: str
     host_class: str
     adapter: str
-    parameters_before: int
+    parameters_before: int  # of the host; less those that an earlier injection has reduced its keys and values by
     parameters_after: int
     kernel: str = ""
     note: str = ""  # a remark on the attention in this host

@@ -372,8 +372,11 @@ class Search(Following):
             separable, odd = False, UNSEEN
         norm, seen = None, None
         if may_read(x, waits=True):
-            wide = x.detach().double()
-            norm = common_norm(wide.movedim(letters.index(feature), -1), 2e-3 if x.dtype == torch.float32 else 1e-2)
+            wide, axis = x.detach().double(), letters.index(feature)
+            vectors = wide.movedim(axis, -1)
+            if flow is not None and flow.places is not None:  # padding has norms of its own
+                vectors = vectors[flow.places.movedim(axis, -1).any(-1)]
+            norm = common_norm(vectors, 2e-3 if x.dtype == torch.float32 else 1e-2)
             values = wide.flatten()
             seen = (values.sum().item(), (values * torch.linspace(1, 2, len(values)).to(values)).sum().item())
         return Operand(sizes, features, factor, norm, seen, x.new_empty(0), separable, odd, origin)
