@@ -108,7 +108,9 @@ def test_a_name_may_contain_that_of_the_example(tmp_path, kind, name):
     assert f'= "{module}' in project.partition("entry-points")[2]
 
 
-@pytest.mark.parametrize(("kind", "name"), [("plugin", "core"), ("plugin", "torch"), ("mechanism", "timm"), ("mechanism", "gqa")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("plugin", "core"), ("plugin", "torch"), ("mechanism", "timm"), ("mechanism", "gqa")]
+)
 def test_names_that_are_taken(tmp_path, capsys, kind, name):
     assert cli.main([f"new-{kind}", name, "--out", str(tmp_path)]) != 0
     assert "already; choose another" in capsys.readouterr().err

@@ -55,7 +55,7 @@ class Replacement:
     path: str
     host_class: str
     adapter: str
-    parameters_before: int  # of the host; less those that an earlier injection has reduced its keys and values by
+    parameters_before: int  # of the host, without what an earlier injection has taken from its keys and values
     parameters_after: int
     kernel: str = ""
     note: str = ""  # a remark on the attention in this host
