@@ -820,6 +820,10 @@ def test_a_module_that_lends_its_projections_only_stays():
     assert [(row.path, row.adapter) for row in report.replacements] == [("", "universal")]
     q, k, v = (split(y, 2) for y in F.linear(x, model.inner.in_proj_weight).chunk(3, -1))
     torch.testing.assert_close(model(x), quest_core.attention(q, k, v))
+    for attention, example in (("sigmoid", x), ("quest", None)):  # another one later, with an example and without
+        _, report = quest_core.inject(model, attention, example=example)
+        assert [row.path for row in report.replacements] == [""]
+    torch.testing.assert_close(model(x), quest_core.attention(q, k, v))
 
 
 def test_a_site_inside_a_site_is_refused():

@@ -323,8 +323,8 @@ class Finding:
         # What was found, by the path of its module, in the order in which they ran.
         self.calls: dict[str, Call] = {p: m.found_attention for p, m in free.items() if isinstance(m, Routed)}
         self.written: dict[str, Written] = {p: m.found_attention for p, m in free.items() if isinstance(m, WrittenOut)}
-        # Those of `taken` that did not run, in modules that call a function; such modules only lend projections.
-        self.idle: list[str] = []
+        # Those of `taken` that did not run, in modules that attend themselves; such modules only lend projections.
+        self.idle = [path for path in taken if within(path, self._found())]
         self.left_alone: dict[str, str] = {}  # modules without a softmax of q·k over tokens, or not understood -> why
         self.missed: dict[str, nn.Module] = {}  # others that are like attention by their class or by a softmax
 
@@ -348,15 +348,14 @@ class Finding:
             )
             raise UnsupportedError(f"attention is not understood: {shown}; say allow_partial=True to leave it as it is")
         ran = {frame.path for frame in search.frames}
-        idle = [path for path in self.taken if within(path, search.calls)]
-        self.idle = [path for path in (*self.idle, *idle) if path not in ran]
         self.calls |= {path: call for path, call in search.calls.items() if path not in judge.refused}
         self.written |= judge.sites
+        self.idle = [x for x in self.taken if within(x, (*self._found(), *search.calls)) and x not in ran]
         self.left_alone |= judge.left_alone | judge.refused
         ours = self.ours()
         self.missed |= {path: self.modules[path] for path in judge.refused}
         self.missed = {path: module for path, module in self.missed.items() if not within(path, ours)}
-        kinds = {host_class(self.modules[path]) for path in (*self.calls, *self.written)}
+        kinds = {host_class(self.modules[path]) for path in self._found()}
         weigh = {one.place for one in search.softmaxes if one.is_usual}
         alike = {type(self.modules[x]) for x in judge.left_alone} - {
             type(self.modules[x]) for x in (*ours, *judge.refused)
@@ -391,7 +390,10 @@ class Finding:
 
     def ours(self) -> list[str]:
         """Return the paths of all modules that become sites, some of them twice."""
-        return [path for path in (*self.calls, *self.written, *self.taken) if path not in self.idle]
+        return [path for path in (*self._found(), *self.taken) if path not in self.idle]
+
+    def _found(self) -> list[str]:
+        return [*self.calls, *self.written]
 
 
 def _layout(flow: Flow) -> str | None:
