@@ -476,6 +476,10 @@ class Mechanism(CheckpointGuard):
             made = Mechanism(self.config, **vars(self.dims), projected=True)
         new = (*made.parameters(), *made.buffers())
         for own, start in zip((*self.parameters(), *self.buffers()), new, strict=True):
+            if hasattr(own, "device_mesh") and hasattr(own, "placements"):  # a DTensor, as fully_shard makes them
+                from torch.distributed.tensor import distribute_tensor
+
+                start = distribute_tensor(start.to(own.device), own.device_mesh, own.placements)
             own.copy_(start)
 
     def extra_repr(self) -> str:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from models import build, inputs
 from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torchao import quantization
 
@@ -317,6 +318,33 @@ def test_weights_that_torchao_quantized_are_not_changed(name):
     assert model(**arguments).logits.equal(want)
     quest_core.inject(model, "standard")
     torch.testing.assert_close(model(**arguments).logits, want)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("attention", ["quest", "qknorm", "qknorm-hs"])
+def test_a_model_from_the_meta_device_is_initialized_whole(attention, sharded, tmp_path):
+    """Each learned scale must have its initial value, not what `to_empty` left; what was initialized stays."""
+    with torch.device("meta"):
+        model = build("llama", attention=attention)
+    if sharded:
+        distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        if sharded:
+            fully_shard(model, mesh=distributed.init_device_mesh("cpu", (1,)))
+        model.to_empty(device="cpu")
+        learned = {name: p for name, p in model.named_parameters() if ".mechanism." in name}
+        assert bool(learned) == (attention != "quest")
+        for change in (torch.nan, 0.3):
+            for parameter in learned.values():
+                nn.init.constant_(parameter, change)
+            model.init_weights()
+            state = build("llama", attention=attention).state_dict()
+            for name, found in learned.items():
+                found = found.full_tensor() if sharded else found
+                torch.testing.assert_close(found, state[name] if change != 0.3 else torch.full_like(found, 0.3))
+    finally:
+        if sharded:
+            distributed.destroy_process_group()
 
 
 def test_heads_that_tensor_parallelism_has_divided_take_what_needs_no_others(tmp_path):

@@ -124,8 +124,8 @@ def attention_entries(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: value for key, value in stored.items() if key.endswith(ENTRY)}
 
 
-def verify(model: Any, info: Any, stored: Mapping[str, Tensor]) -> list[Mechanism]:
-    """Compare what was loaded with what the model has; return the mechanisms of layers that the checkpoint lacks whole.
+def verify(model: Any, info: Any, stored: Mapping[str, Tensor]) -> None:
+    """Compare what was loaded with what the model has, except for layers that the checkpoint lacks whole.
 
     Args:
         info: the keys that were missing or unexpected.
@@ -148,7 +148,6 @@ def verify(model: Any, info: Any, stored: Mapping[str, Tensor]) -> list[Mechanis
         raise unexpected_entry(key, stored.get(key, next(iter(stored.values()))), "the host")
     if len(unexpected) < len(stored) and not has_mechanism(model):  # a loader that does not name what it leaves out
         refuse_entries(stored, "the host")
-    new = []
     for path, module in model.named_modules():
         if not isinstance(module, Mechanism):
             continue
@@ -156,7 +155,6 @@ def verify(model: Any, info: Any, stored: Mapping[str, Tensor]) -> list[Mechanis
         weights = [name for name, _ in model.get_submodule(layer).named_parameters(layer) if name.endswith("weight")]
         missing = sorted(key for key in info.missing_keys if key.startswith(f"{path}."))
         if weights and info.missing_keys >= {*weights}:
-            new.append(module)
             continue
         if missing:
             raise CheckpointError(
@@ -167,4 +165,3 @@ def verify(model: Any, info: Any, stored: Mapping[str, Tensor]) -> list[Mechanis
         # A tensor without values was left on disk, or the whole model was; `fits` has read the file.
         if entry is not None and not entry.is_meta and not module.config.means(decode(entry)):
             compare(entry, module.config, None, path, info)
-    return new

@@ -46,7 +46,6 @@ class Loading:
         pending: the checkpoint has another attention, so modules are replaced once their weights are loaded.
         stored: tensors of mechanisms in the checkpoint, of modules that only a run of the loaded model finds.
         missing: keys of the model that the checkpoint lacks.
-        new: mechanisms of layers that the checkpoint lacks.
     """
 
     attention_from: AttentionConfig | None
@@ -55,7 +54,6 @@ class Loading:
     pending: bool = False
     stored: dict[str, Tensor] = field(default_factory=dict)
     missing: frozenset[str] = frozenset()
-    new: list[Mechanism] = field(default_factory=list)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -89,6 +87,7 @@ def install(adapter: Adapter, patches: Patches) -> None:
         ("set_attn_implementation", functools.partial(_set_attention, adapter)),
         ("post_init", functools.partial(_inject_new, adapter)),
         ("load_state_dict", _refuse_unexpected),
+        ("_initialize_weights", _initialize),
         ("_from_config", _build),
         ("from_pretrained", _load_model),
         ("_load_pretrained_model", functools.partial(_load_weights, adapter)),
@@ -136,6 +135,17 @@ def _inject_new(adapter: Adapter, stock: Any, model: Any) -> None:
         return
     if inject_chosen(adapter, model, fresh=True, allow_partial=_allow_partial.get()):
         getattr(model, REPORT).announce()
+
+
+def _initialize(stock: Any, model: Any, module: Any, *arguments: Any, **options: Any) -> None:
+    """Initialize one module of a model, and the mechanism in it, unless it was initialized or loaded before."""
+    done = getattr(module, "_is_hf_initialized", False)
+    stock(model, module, *arguments, **options)
+    mechanism = module._modules.get("mechanism")
+    if done or not isinstance(mechanism, Mechanism):
+        return
+    if not any(getattr(each, "_is_hf_initialized", False) for each in mechanism.state_dict(keep_vars=True).values()):
+        mechanism.reset_parameters()
 
 
 def _is_built_around(model: Any) -> bool:
@@ -340,7 +350,7 @@ def _load_weights(
     else:
         if choice_of(model.config) is not None:
             loading.stored, loading.missing = take_unexpected(model, info, stored), frozenset(info.missing_keys)
-        loading.new = verify(model, info, {key: stored[key] for key in stored if key not in loading.stored})
+        verify(model, info, {key: stored[key] for key in stored if key not in loading.stored})
     return info, *others
 
 
@@ -363,8 +373,6 @@ def _inject_loaded(adapter: Adapter, stock: Any, model: Any, *arguments: Any, **
         inject_chosen(adapter, model, fresh=False, **loading.options)
         load_mechanisms(model, loading.stored, loading.missing, known)
     if loading is not None:
-        for mechanism in loading.new:  # transformers has moved their tensors from the meta device, without values
-            mechanism.reset_parameters()
         _refuse_offloaded(model, pending=loading.pending)
     if has_mechanism(model):
         getattr(model, REPORT).announce()
