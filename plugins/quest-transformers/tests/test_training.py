@@ -39,6 +39,17 @@ def test_trainer_with_gradient_checkpointing_and_resume(attention, tmp_path):
             other.train(resume_from_checkpoint=str(tmp_path / "checked" / "checkpoint-2"))
 
 
+@pytest.mark.parametrize("attention", ["qknorm", "qknorm-hs"])
+def test_what_a_mechanism_learns_has_no_weight_decay(attention, tmp_path):
+    """As the scales of Qwen3's norms of queries and keys have none."""
+    made = trainer(build("qwen3", attention=attention), tmp_path, weight_decay=0.1)
+    made.create_optimizer()
+    free = {id(p) for group in made.optimizer.param_groups if group["weight_decay"] == 0 for p in group["params"]}
+    kept = [name for name, p in made.model.named_parameters() if id(p) in free]
+    assert any(".mechanism." in name for name in kept)
+    assert {name for name, _ in made.model.named_parameters() if "norm" in name or ".mechanism." in name} == {*kept}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "llama", "mistral", "bart"])
 def test_compiles_with_gradients(name):

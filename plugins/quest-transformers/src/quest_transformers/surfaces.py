@@ -94,6 +94,7 @@ def install(adapter: Adapter, patches: Patches) -> None:
         ("_finalize_model_loading", functools.partial(_inject_loaded, adapter)),
     ):
         patches.around(PreTrainedModel, name, change)
+    patches.around("transformers.trainer:Trainer", "get_decay_parameter_names", _decay_no_mechanism)
     batching = "transformers.generation.continuous_batching.continuous_api:ContinuousMixin"
     patches.around(batching, "init_continuous_batching", _refuse_pages)
 
@@ -146,6 +147,11 @@ def _initialize(stock: Any, model: Any, module: Any, *arguments: Any, **options:
         return
     if not any(getattr(each, "_is_hf_initialized", False) for each in mechanism.state_dict(keep_vars=True).values()):
         mechanism.reset_parameters()
+
+
+def _decay_no_mechanism(stock: Any, trainer: Any, model: Any) -> list[str]:
+    """Return the parameters with weight decay: none of a mechanism, as Trainer leaves out the scales of norms."""
+    return [name for name in stock(trainer, model) if "mechanism" not in name.split(".")]
 
 
 def _is_built_around(model: Any) -> bool:
