@@ -42,7 +42,7 @@ def cells():
             yield pytest.param(subject, transform, marks=marks, id=f"{subject.name}-{transform}")
 
 
-@pytest.mark.parametrize(("subject", "transform"), cells())
+@pytest.mark.parametrize(("subject", "transform"), list(cells()))
 def test_right_or_refused(subject, transform):
     results = run_all(subject, transform)
     if all(one.lacking for one in results):

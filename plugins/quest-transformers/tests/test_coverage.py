@@ -29,6 +29,7 @@ FIRST = {  # model type -> the ways of its modules, or the words of the error
     "gemma3": "torch 1, transformers 8",
     "gpt_oss": "transformers 4",
     "idefics": "transformers 12",
+    "inkling2_text": "transformers 4",
     "jamba": "transformers 2",
     "mimo_v2_flash": "transformers 4",
     "mpt": "written out 4",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -34,6 +34,10 @@ class TransformersAdapter(Adapter):
     """Adapter for every module of transformers that calls its AttentionInterface."""
 
     name: ClassVar[str] = "transformers"
+    leaves_alone: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        (f"Inkling2{kind}AttentionResidual" for kind in ("Block", "LoopBlock", "LoopMessage")),
+        "attention over layers, not tokens",
+    )
     scales = True
     """Whether options set the norms of queries and keys; those of a checkpoint would overwrite them."""
 
@@ -43,7 +47,7 @@ class TransformersAdapter(Adapter):
         Those that do not say how many heads they have are left to the run of an example.
         """
         for path, module in model.named_modules():
-            if not is_attention(module):
+            if not is_attention(module) or type(module).__name__ in self.leaves_alone:
                 continue
             try:
                 anatomy = examine(module)

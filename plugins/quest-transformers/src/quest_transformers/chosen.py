@@ -81,7 +81,7 @@ def inject_chosen(
     apart = {type(part).__name__: "it was replaced before" for part in (done if asked is None else ())}
     some = copy.copy(adapter)
     # Kernels of state-space mixers do not attend.
-    vars(some).update(leaves_alone=apart, kernels_attend=False, scales=fresh and not loads)
+    vars(some).update(leaves_alone={**adapter.leaves_alone, **apart}, kernels_attend=False, scales=fresh and not loads)
     before = {*model.modules()}
     _, report = inject(
         model,
