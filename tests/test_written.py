@@ -493,6 +493,39 @@ def cache_by_copy(m, q, k, v):
     return (q @ cache[:B, :, :N].mT * 0.7 * D**-0.5).softmax(-1) @ v
 
 
+# --- several products under one softmax -------------------------------------------------------------------------------
+
+
+@right()
+def blocks_of_keys(m, q, k, v):
+    """Each block of keys has a product and a factor of its own, as in BigBird."""
+    blocks = [q @ k[:, :, :2].mT * D**-0.5, torch.einsum("bhid,bhjd->bhij", q * D**-0.5, k[:, :, 2:])]
+    p = m.dropout(torch.cat(blocks, -1).softmax(-1))
+    return p[..., :2] @ v[:, :, :2] + torch.einsum("bhij,bhjd->bhid", p[..., 2:], v[:, :, 2:])
+
+
+NEAR = [(i, j) for i in range(N) for j in range(1, N) if abs(i - j) < 3]
+BAND = torch.full((N, N), -math.inf)
+BAND[:, 0] = 0
+BAND[tuple(zip(*NEAR, strict=True))] = 0
+
+
+@right(lambda m, q, k, v: quest(q, k, v, BAND))
+def windows_that_overlap(m, q, k, v):
+    """Each token sees the first one and two on each side, as in Longformer, by windows of four tokens.
+
+    A row of the band has logits of several windows, so of several copies of its query.
+    """
+    logits = torch.einsum("bhcdx,bhcdy->bhcxy", q.unfold(2, 4, 2) * D**-0.5, k.unfold(2, 4, 2))
+    band = torch.full((B, H, N, 5), -math.inf).to(logits)
+    for i, j in NEAR:
+        window = min(i, j, 2) // 2
+        band[:, :, i, 2 + j - i] = logits[:, :, window, i - 2 * window, j - 2 * window]
+    p = torch.cat([q @ k[:, :, :1].mT * D**-0.5, band], -1).softmax(-1)
+    values = F.pad(v, (0, 0, 2, 2)).unfold(2, 5, 1)  # [B, H, N, D, 5]
+    return p[..., :1] @ v[:, :, :1] + torch.einsum("bhnw,bhndw->bhnd", p[..., 1:], values)
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -714,8 +747,14 @@ WRONG = {
 """A pattern of the error, and logits that are spelled in this way."""
 WRONG = {name: (message, attending(logits)) for name, (message, logits) in WRONG.items()}
 WRONG |= {
+    "a block of learned keys that is added to another product": (
+        "joined with logits of positions",
+        lambda m, q, k, v: (
+            SOFTMAX(torch.cat([q @ k.mT, q @ m.memory.mT + q @ positions(m).mT], -1) * D**-0.5)[..., :N] @ v
+        ),
+    ),
     "two contents": ("2 products meet", lambda m, q, k, v: SOFTMAX((q @ k.mT + v @ k.mT) * D**-0.5) @ v),
-    "keys of a memory": ("a join of two products", with_a_memory),
+    "keys of a memory": ("its keys are parameters", with_a_memory),
     "two scales": (
         "products with two scales",
         lambda m, q, k, v: SOFTMAX(q @ k.mT * D**-0.5) @ (SOFTMAX(k @ q.mT * 0.1) @ v),
@@ -1284,8 +1323,11 @@ WATCHED = {
     "keys_first": (True, lambda m, q: 0.0),
     "baddbmm_with_alpha": (False, lambda m, q: m.bias),
     "one_loop_per_head": (False, lambda m, q: 0.0),
+    "blocks_of_keys": (False, lambda m, q: 0.0),
 }
 """Spellings whose logits are those of q and k plus a bias, each with whether the axis of heads is known."""
+KEYLESS = "bias_and_setitem", "blocks_of_keys"
+"""Those that do not show which keys their logits are of."""
 
 
 @pytest.mark.parametrize("attention", ["standard", "quest", "quest+sigmoid"])
@@ -1294,7 +1336,7 @@ WATCHED = {
 def test_a_monitor_sees_the_logits_of_the_host(name, attention):
     heads, bias = WATCHED[name]
     model, x = make(RIGHT[name][0])
-    if "sigmoid" in attention and name == "bias_and_setitem":
+    if "sigmoid" in attention and name in KEYLESS:
         return
     wanted = []
 
@@ -1309,7 +1351,7 @@ def test_a_monitor_sees_the_logits_of_the_host(name, attention):
         over = (0, 2) if heads else (0, 1, 2)
         each = {f"{n}_mean".replace("entropy_mean", "entropy"): r.mean(over) for n, r in rows.items()}
         columns = share.sum(2)  # [B, H, M]
-        if name != "bias_and_setitem":  # which does not show which keys its logits are of
+        if name not in KEYLESS:
             each["top_key_share"] = (columns.amax(-1) / columns.sum(-1)).mean(over[:-1])
         each |= {f"{n}_max": r.amax(over) for n, r in sizes.items()} | {"max_logit": logits.amax((*over, 3))}
         wanted.append({n: pytest.approx(r.reshape(-1).tolist(), rel=2e-5, abs=2e-6) for n, r in each.items()})

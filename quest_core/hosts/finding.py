@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -16,7 +17,7 @@ from ..config import AttentionConfig
 from ..drafts import host_class
 from ..errors import InjectionError, UnsupportedError
 from .adapter import Adapter, Site, refusal
-from .following import LEARNED, TENSOR, Flow, Origin, varying
+from .following import LEARNED, TENSOR, Flow, Flows, Origin, varying
 from .functions import from_last
 from .search import UNSEEN, Frame, Operand, Search, Softmax, contracted
 from .sites import KEPT, FoundSite, looks_like_attention, norm_note, within
@@ -101,9 +102,9 @@ class _Judge:
             elif self._is_over_channels(softmax):
                 self.left_alone.setdefault(frame.path, "it attends over channels, and not over tokens")
             else:
-                flow = self._content(softmax)
-                roles[flow.origin], one = self._role(softmax, flow)
-                found.append(replace(one, path=frame.path))
+                for flow in self._content(softmax):
+                    roles[flow.origin], one = self._role(softmax, flow)
+                    found.append(replace(one, path=frame.path))
         if roles:
             site, known = self._site(frame, roles, found), self.sites.get(frame.path)
             self.sites[frame.path] = site if known is None else known.join(site)
@@ -145,34 +146,40 @@ class _Judge:
                     return not any(one.features and one.features & inner for one in origin.operands)
         return False
 
-    def _content(self, softmax: Softmax) -> Flow:
-        """Return the product of queries and keys among the terms of a softmax; the others are of positions."""
+    def _content(self, softmax: Softmax) -> Flows:
+        """Return the products of queries and keys among the terms of a softmax; the others are of positions.
+
+        There is one, or the logits of several are joined, as those of a window and of tokens that all see.
+        """
         terms = softmax.terms
         if any(flow.origin.mixes for flow in terms):
             raise UnsupportedError("it mixes the logits of its heads before the softmax (talking heads)")
         if any(operand.origin in softmax.norms for flow in terms for operand in flow.origin.operands):
             raise UnsupportedError("it adds norms of its queries or keys to their product, as distances do")
-        if len(terms) > 1:
-            terms = tuple(flow for flow in terms if not self._is_position(flow.origin))
+        added = [flow for flow in terms if not all(_are_joined(flow, other) for other in terms if other is not flow)]
+        if added:
+            terms = tuple(flow for flow in terms if flow not in added or not self._is_position(flow.origin))
         if not terms:
             raise UnsupportedError(
                 f"{len(softmax.terms)} products meet under one softmax, and none of them has other queries and keys "
                 "for other inputs; use an example whose values differ"
             )
-        if len(terms) > 1:
+        if not all(_are_joined(*pair) for pair in itertools.combinations(terms, 2)):
             raise UnsupportedError(
                 f"{len(softmax.terms)} products meet under one softmax, {len(terms)} of them of two activations"
             )
-        flow = terms[0]
-        if flow.odd == LEARNED and all(operand.norm for operand in flow.origin.operands):
-            raise UnsupportedError("it is cosine attention: its cosines are multiplied by a learned temperature")
-        if flow.odd:
-            raise UnsupportedError(f"between the product and the softmax stands {flow.odd}")
-        if sum("applied" in one.origin.uses for one in flow.origin.softmaxes) > 1:
-            raise UnsupportedError("two softmaxes share one product")
+        if any(all(_are_joined(flow, other) for other in terms) for flow in softmax.terms if flow not in terms):
+            raise UnsupportedError("its logits are joined with logits of positions")
+        for flow in terms:
+            if flow.odd == LEARNED and all(operand.norm for operand in flow.origin.operands):
+                raise UnsupportedError("it is cosine attention: its cosines are multiplied by a learned temperature")
+            if flow.odd:
+                raise UnsupportedError(f"between the product and the softmax stands {flow.odd}")
+            if sum("applied" in one.origin.uses for one in flow.origin.softmaxes) > 1:
+                raise UnsupportedError("two softmaxes share one product")
         if "applied" not in softmax.origin.uses:
             raise UnsupportedError("its softmax is over the queries (slot attention)")
-        return flow
+        return terms
 
     def _is_position(self, origin: Origin) -> bool:
         """Return whether an operand is a parameter, or is the same for other inputs."""
@@ -199,12 +206,9 @@ class _Judge:
         """Return the role of a product and the facts about it; UnsupportedError if it is not understood."""
         origin = flow.origin
         letters, over = origin.equation, softmax.axes.get(flow.origin, set())
-        keys = [i for i in (0, 1) if over and over <= {*letters[i]} - {*letters[1 - i]}]
-        if not over:
-            raise _OneKey("the axis of its softmax is not found; use an example with more than one token")
-        if len(keys) != 1:
-            raise UnsupportedError("the axis of its softmax belongs to queries and keys")
-        query, key = 1 - keys[0], keys[0]
+        query = _query(softmax, origin)
+        key = 1 - query
+        whole = bool(over) and over <= {*letters[key]} - {*letters[query]}  # and no windows of tokens
         q, k = origin.operands[query], origin.operands[key]
         if origin.learned[key]:
             raise UnsupportedError("its keys are parameters (a router or a memory)")
@@ -223,7 +227,7 @@ class _Judge:
                 "tanh caps its logits, and the factors before and after it do not make the scale 1/√D"
             )
         batch = {*letters[2]} - over
-        split = [s for s in letters[query] if s in batch and s in (q.features or ())]
+        split = [s for s in letters[query] if whole and s in batch and s in (q.features or ())]
         undone = (1.0, *factors[1:]) if _keeps_factor(q, k, factors, head_dim) else factors
         product = Product(letters, query, factors, undone)
         if len(split) == 1 and [*map(len, replace(product, head=split[0]).axes)] == [1] * 5:
@@ -236,12 +240,28 @@ class _Judge:
             kv_heads=k.sizes.get(split[0], 1) if product.head else 1,
             head_dim=head_dim,
             causal=softmax.causal,
-            cross=tokens != math.prod(k.sizes[s] for s in over),
+            cross=whole and tokens != math.prod(k.sizes[s] for s in over),
             layout=_layout(flow) if over == {*product.axes.keys} and not flow.shifted else None,
             shifted=flow.shifted,
             note=norm_note(k.norm) or (KEPT if undone != factors else ""),
             query=q.like,
         )
+
+
+def _query(softmax: Softmax, origin: Origin) -> int:
+    """Return which operand of a product is q; UnsupportedError if nothing shows it."""
+    if origin in softmax.queries:
+        return softmax.queries[origin]
+    if softmax.axes.get(origin):
+        raise UnsupportedError("the axis of its softmax belongs to queries and keys")
+    raise _OneKey("the axis of its softmax is not found; use an example with more than one token")
+
+
+def _are_joined(one: Flow, other: Flow) -> bool:
+    """Return whether each logit is of one of two products, or of none, as after a join of both."""
+    if one.places is None or other.places is None:
+        return False
+    return not bool(((one.places > 0) & (other.places > 0)).any())
 
 
 def _keeps_factor(q: Operand, k: Operand, factors: tuple[float, float, float], head_dim: int) -> bool:

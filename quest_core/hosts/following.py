@@ -314,8 +314,6 @@ class Following(TorchFunctionMode):
             flows = _sum(step)
         if any(x.is_floating_point() and not self.is_parameter(x) for x, _ in given):  # an activation is the result
             flows = [flow for flow in flows if flow.origin.kind != "parameter"]
-        if name in JOINS and len(set.union(*(_products(flows) for _, flows in given))) > 1:
-            flows = [f.marked("a join of two products") if f.origin.kind == "product" else f for f in flows]
         if _mixes_factors(name, given):
             flows = [f.partial() if f.origin.is_activation else f for f in flows]
         if name in MOVES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
@@ -62,6 +62,7 @@ class Softmax:
     projected: bool  # a projection is in its logits
     norms: set[Origin]  # whose norms were added to its logits
     shape: tuple[int, ...]
+    queries: dict[Origin, int] = field(default_factory=dict)  # which operand of each product is q, where that is known
     causal: bool = False
 
     @property
@@ -81,6 +82,7 @@ class Operand:
     """One operand of a product."""
 
     sizes: dict[str, int]  # of its axes, by letter
+    places: Tensor | None  # see `Flow`
     features: set[str] | None  # the letters along which the features of its projection change; None if not known
     factor: float | None  # of the host, on a sum too; None if it cannot be separated
     norm: float | None  # that all its vectors have
@@ -379,7 +381,8 @@ class Search(Following):
             norm = common_norm(vectors, 2e-3 if x.dtype == torch.float32 else 1e-2)
             values = wide.flatten()
             seen = (values.sum().item(), (values * torch.linspace(1, 2, len(values)).to(values)).sum().item())
-        return Operand(sizes, features, factor, norm, seen, x.new_empty(0), separable, odd, origin)
+        places = flow and flow.places
+        return Operand(sizes, places, features, factor, norm, seen, x.new_empty(0), separable, odd, origin)
 
     def _note_uses(
         self, pair: Any, letters: tuple[str, str, str] | None, learned: Sequence[bool], out: Tensor
@@ -453,6 +456,7 @@ class Search(Following):
                 made.axes[flow.origin] = {result[axis] for axis in varying(flow, origin.axis or 0)}
             for one in (flow.origin, *flow.origin.mixes):
                 one.softmaxes.append(made)
+        made.queries = _find_queries(terms, made.axes, logits, origin.axis or 0)
         if out.dim() > 1 and may_read(logits, waits=True):
             n, m = out.shape[-2:]
             future = torch.ones(n, m, dtype=torch.bool, device=out.device).triu(m - n + 1)
@@ -463,14 +467,61 @@ class Search(Following):
 def _mixed(flow: Flow, own: str, result: str, out: Tensor) -> Flow:
     """Return the flow of weights with the axes `own` after a product with parameters, with the axes `result`."""
     assert flow.places is not None
-    index = flow.places
+    return flow._replace(places=_spread(flow.places, own, result, out.shape))
+
+
+def _spread(places: Tensor, own: str, result: str, shape: Sequence[int]) -> Tensor:
+    """Return places with the axes `own` along the axes `result` of a product; the first of those that it sums over."""
     for place in reversed(range(len(own))):
-        index = index if own[place] in result else index.select(place, 0)
+        places = places if own[place] in result else places.select(place, 0)
     left = [s for s in own if s in result]
-    index = index.permute([left.index(s) for s in result if s in left])
+    places = places.permute([left.index(s) for s in result if s in left])
     for place, s in enumerate(result):
-        index = index if s in left else index.unsqueeze(place)
-    return flow._replace(places=index.expand(out.shape))
+        places = places if s in left else places.unsqueeze(place)
+    return places.expand(shape)
+
+
+def _find_queries(terms: Flows, axes: Mapping[Origin, set[str]], logits: Tensor, dim: int) -> dict[Origin, int]:
+    """Return which operand of each product in some logits is q, where letters or tokens show it.
+
+    A row along `dim` has one query. Windows that overlap hold a token several times, so a row may run along several
+    axes of a product (Longformer). A product of one key runs along none; it has the queries of those joined with it.
+    """
+    found: dict[Origin, int] = {}
+    rows: dict[Origin, list[Tensor]] = {}  # of both operands: a token in each row
+    for flow in terms:
+        letters, over = flow.origin.equation, axes.get(flow.origin)
+        if over is None:
+            continue
+        fixed = [i for i in (0, 1) if over <= {*letters[1 - i]} - {*letters[i]}]
+        readable = may_read(logits, waits=True) and all(one.places is not None for one in flow.origin.operands)
+        if readable and (len(fixed) != 1 or len(terms) > 1):
+            tokens = [_tokens(flow, i, dim).where((logits > HIDDEN).movedim(dim, -1), 0) for i in (0, 1)]
+            rows[flow.origin] = [own.amax(-1) for own in tokens]
+            if len(fixed) != 1:
+                fixed = [i for i in (0, 1) if _agree(tokens[i], rows[flow.origin][i][..., None])]
+        if len(fixed) == 1:
+            found[flow.origin] = fixed[0]
+    queries = [rows[origin][i] for origin, i in found.items() if origin in rows]
+    for origin in rows.keys() - found.keys():
+        same = [i for i, own in enumerate(rows[origin]) if any(_agree(own, query) for query in queries)]
+        if len(same) == 1:
+            found[origin] = same[0]
+    return found
+
+
+def _tokens(flow: Flow, i: int, dim: int) -> Tensor:
+    """Return the token of an operand of a product in each logit, in rows along the last axis; 0 for other logits."""
+    assert flow.places is not None
+    places, (*letters, result) = flow.origin.operands[i].places, flow.origin.equation
+    tokens = _spread(places, letters[i], result, flow.origin.shape).flatten()
+    entries = flow.places.movedim(dim, -1)
+    return tokens[(entries - 1).clamp(min=0)].where(entries > 0, 0)
+
+
+def _agree(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors hold the same tokens wherever both hold one."""
+    return bool(((one == other) | (one == 0) | (other == 0)).all())
 
 
 def contracted(letters: tuple[str, str, str]) -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -278,14 +279,14 @@ class _Preparing(Comparing):
         self.softmaxes += 1
         if self.eager:
             self._compare(known, logits, dim)
-        formed = self._take(known, rounds) if self.keeps else None
-        if formed is None:
+        formed = self._take(known, rounds) if self.keeps else []
+        if not formed:
             return func(*args, **kwargs)
         mechanism, planes = self.mechanism, None
-        if self.known.layout is not None:
-            if self.eager and logits.numel() != math.prod(formed.shape):
+        if self.known.layout is not None:  # of one product
+            if self.eager and logits.numel() != math.prod(formed[0].shape):
                 self.refuse("takes a softmax of more than its product")
-            planes = _Planes(logits, formed.product, self.known.layout, formed.shape)
+            planes = _Planes(logits, formed[0].product, self.known.layout, formed[0].shape)
         if mechanism.monitor is not None and not is_compiling():
             self._show(formed, logits, planes, dim)
         if mechanism.fused:
@@ -320,28 +321,26 @@ class _Preparing(Comparing):
                 f"takes a softmax of the products, factors and caps {found}, and in the example of {known.terms}"
             )
 
-    def _take(self, known: SoftmaxOf, rounds: int) -> _Formed | None:
-        """Return the product of q and k under a softmax, after some whole `rounds`; None for other softmaxes."""
-        start = rounds * len(self.known.products)
-        for place, *_ in known.terms:
-            if start + place in self.formed:
-                return self.formed.pop(start + place)
-        return None
+    def _take(self, known: SoftmaxOf, rounds: int) -> list[_Formed]:
+        """Return the products of q and k under a softmax, after some whole `rounds`; none for other softmaxes."""
+        places = (rounds * len(self.known.products) + place for place, *_ in known.terms)
+        return [self.formed.pop(place) for place in places if place in self.formed]
 
-    def _show(self, formed: _Formed, logits: Tensor, planes: _Planes | None, dim: int) -> None:
+    def _show(self, formed: list[_Formed], logits: Tensor, planes: _Planes | None, dim: int) -> None:
         """Hand q, k and the logits of a softmax over `dim` to the Monitor."""
         if self.known.shifted:
             for layer in self.mechanism.monitor:
                 layer.miss(f"'{self.known.path}' subtracts a number from the logits of each row before the softmax")
             return
-        q, k = without_factors((formed.q, formed.k), formed.product.undone)
+        product = formed[0].product
+        pairs = [without_factors((one.q, one.k), one.product.undone) for one in formed]
         if planes is None:
-            logits = logits.movedim(dim, -1)
-            q, k, z = (x.reshape(1, 1, -1, x.shape[-1]) for x in (q, k, logits))
+            q, k = (torch.cat([x.reshape(1, 1, -1, x.shape[-1]) for x in same], 2) for same in zip(*pairs, strict=True))
+            z = logits.movedim(dim, -1).flatten(0, -2)[None, None]
         else:
-            z = planes.of(logits)
-            if formed.product.head is None:
-                count = len(formed.product.axes.batch)
+            (q, k), z = pairs[0], planes.of(logits)
+            if product.head is None:
+                count = len(product.axes.batch)
                 q, k = (x.reshape(math.prod(x.shape[:count]), 1, -1, x.shape[-1]) for x in (q, k))
         for layer in self.mechanism.monitor:
             layer.saw_logits(q, k, z, None if planes is None else z > HIDDEN)
