@@ -82,7 +82,7 @@ class Operand:
     """One operand of a product."""
 
     sizes: dict[str, int]  # of its axes, by letter
-    places: Tensor | None  # see `Flow`
+    places: Tensor | None  # of its first feature; see `Flow`
     features: set[str] | None  # the letters along which the features of its projection change; None if not known
     factor: float | None  # of the host, on a sum too; None if it cannot be separated
     norm: float | None  # that all its vectors have
@@ -381,7 +381,9 @@ class Search(Following):
             norm = common_norm(vectors, 2e-3 if x.dtype == torch.float32 else 1e-2)
             values = wide.flatten()
             seen = (values.sum().item(), (values * torch.linspace(1, 2, len(values)).to(values)).sum().item())
-        places = flow and flow.places
+        places = (
+            None if flow is None or flow.places is None else flow.places.narrow(letters.index(feature), 0, 1).clone()
+        )
         return Operand(sizes, places, features, factor, norm, seen, x.new_empty(0), separable, odd, origin)
 
     def _note_uses(

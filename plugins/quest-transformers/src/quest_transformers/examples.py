@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class Example:
     def _reach(self, path: str) -> set[str]:
         """Add the first run that reaches a module, and return the paths of all that it reaches."""
         why: dict[str, str] = {}
-        for part in self._around(path):
+        for part in self._parts(path):
             for number in range(TRIES):
                 if (part, number) not in self.failed:
                     reached = self._try(part, number)
@@ -71,13 +71,19 @@ class Example:
             f"'{path}' ({'; '.join(f'{kind}: {reason}' for kind, reason in why.items())}); {HELP}"
         )
 
-    def _around(self, path: str) -> list[str]:
-        """Return the paths of the models around a module, from the inside, then those of the modules within them."""
-        names = path.split(".") if path else []
-        around = [".".join(names[:depth]) for depth in range(len(names), -1, -1)]
+    def _around(self, path: str) -> Iterator[str]:
+        """Yield the paths of the modules around a module, from the inside, and its own path."""
+        while path:
+            yield path
+            path = path.rpartition(".")[0]
+        yield ""
+
+    def _parts(self, path: str) -> list[str]:
+        """Return the paths of the models around a module, from the outside, then those of the modules within them."""
+        around = [*self._around(path)]
         models = [one for one in around if isinstance(self.modules[one], PreTrainedModel)]
         inner = around[: around.index(models[0])]
-        return models + [one for one in inner if not isinstance(self.modules[one], nn.ModuleList)]
+        return models[::-1] + [one for one in inner if not isinstance(self.modules[one], nn.ModuleList)]
 
     def _try(self, part: str, number: int) -> set[str]:
         """Return the paths of the modules that run; if the run fails, none, and `failed` says why."""
@@ -96,7 +102,7 @@ class Example:
 
     def _run(self, path: str, number: int) -> None:
         part: Any = self.modules[path]
-        config = self.modules[self._around(path)[0]].config
+        config = next(one.config for x in self._around(path) if isinstance(one := self.modules[x], PreTrainedModel))
         self.calls += 1
         part.eval()
         part(**inputs(part, config, number, torch.Generator().manual_seed(self.calls)))

@@ -97,6 +97,11 @@ def install(adapter: Adapter, patches: Patches) -> None:
     patches.around("transformers.trainer:Trainer", "get_decay_parameter_names", _decay_no_mechanism)
     batching = "transformers.generation.continuous_batching.continuous_api:ContinuousMixin"
     patches.around(batching, "init_continuous_batching", _refuse_pages)
+    for owner in (
+        "big_bird.modeling_big_bird:BigBirdModel",
+        "bigbird_pegasus.modeling_bigbird_pegasus:BigBirdPegasusEncoder",
+    ):
+        patches.around(f"transformers.models.{owner}", "set_attention_type", _keep_blocks)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -301,6 +306,18 @@ def _refuse_pages(stock: Any, model: Any, *arguments: Any, **options: Any) -> An
                 f"'{module.mechanism.config}' takes the place of any; use model.generate"
             )
     return stock(model, *arguments, **options)
+
+
+def _keep_blocks(stock: Any, model: Any, value: str) -> None:
+    """Raise UnsupportedError where BigBird would put new modules, with its own attention, in the place of ours."""
+    if value != model.attention_type and has_mechanism(model):
+        least = (5 + 2 * model.config.num_random_blocks) * model.config.block_size + 1
+        raise UnsupportedError(
+            f"{type(model).__name__} changes to attention_type={value!r}, as it does for sequences below {least} "
+            "tokens, and its new modules would have the host's attention; pad to that length, or build the model with "
+            "attention_type='original_full'"
+        )
+    stock(model, value)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
