@@ -1,6 +1,7 @@
 """Models that people try first work, are saved and loaded, or are an error that says why; docs/coverage.csv is true."""
 
 import contextlib
+import copy
 import datetime
 import importlib.util
 import random
@@ -14,6 +15,7 @@ import transformers as hf
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import quest_core
 from quest_core.errors import UnsupportedError
 from quest_transformers.inputs import inputs
 
@@ -172,6 +174,72 @@ def test_a_detector_whose_file_has_other_names_is_saved_and_loaded(tmp_path):
 def test_models_with_configs_and_inputs_of_their_own(model_type):
     needs(model_type)
     assert coverage.attempt("transformers", model_type).outcome == "taken"
+
+
+SIZES = {"vocab_size": 99, "num_attention_heads": 4, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+SIZES |= {name: 32 for name in ("hidden_size", "d_model", "intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim")}
+SIZES |= {name: 2 for name in ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_random_blocks")}
+SPARSE = {  # model type -> sizes of its own, and whether some tokens see all others
+    "bigbird_pegasus": ({"block_size": 4}, False),
+    "big_bird": ({"block_size": 4}, False),
+    "led": ({"attention_window": [8, 8]}, True),
+    "longformer": ({"attention_window": [8, 8]}, True),
+    "pegasus_x": ({"block_size": 8, "num_global_tokens": 4}, False),
+}
+
+
+def tiny(model_type, **own):
+    kind = hf.CONFIG_MAPPING[model_type]
+    return kind(**{name: size for name, size in SIZES.items() if hasattr(kind(), name)}, **own)
+
+
+@pytest.mark.parametrize("model_type", SPARSE)
+def test_sparse_attention_has_unit_keys(model_type):
+    """Each joins the logits of several products; here the keys of the host's own code have the norm √D before 1/√D."""
+    needs(model_type)
+    own, sees_all = SPARSE[model_type]
+    config = tiny(model_type, **own)
+    stock = built(config).double()
+    by_hand = copy.deepcopy(stock)
+    for name, layer in by_hand.named_modules():
+        if name.rpartition(".")[2] in ("key", "key_global", "k_proj"):
+            layer.register_forward_hook(
+                lambda _, x, out: (F.normalize(out.unflatten(-1, (4, 8)), dim=-1, eps=1e-30) * 8**0.5).flatten(-2)
+            )
+    batch = {
+        "input_ids": torch.randint(5, 99, (2, 64)),
+        "attention_mask": (torch.arange(64) < torch.tensor([[64], [50]])).long(),
+    }
+    if sees_all:
+        batch["global_attention_mask"] = (torch.arange(64) % 30 == 0).long().expand(2, -1)
+    if config.is_encoder_decoder:
+        batch["decoder_input_ids"] = torch.randint(5, 99, (2, 9))
+
+    def run(model):
+        hf.set_seed(0)
+        return model(**batch)[0]
+
+    standard, _ = quest_core.inject(copy.deepcopy(stock), "standard", example=batch)
+    assert torch.equal(run(standard), run(stock))
+    quest, _ = quest_core.inject(stock, "quest", example=batch)
+    torch.testing.assert_close(run(quest), run(by_hand), rtol=1e-6, atol=1e-6)  # Longformer's softmax is in float32
+    assert not torch.allclose(run(quest), run(standard), atol=1e-3)
+
+
+def test_bigbird_does_not_change_to_the_attention_of_the_host():
+    model = built(tiny("big_bird", block_size=4), "quest")
+    short, long = (torch.randint(5, 99, (2, tokens)) for tokens in (36, 40))
+    wanted = model(long)[0]
+    with pytest.raises(UnsupportedError, match="below 37 tokens, and its new modules would have the host's attention"):
+        model(short)
+    assert torch.equal(model(long)[0], wanted)
+
+
+def test_examples_are_runs_of_the_whole_model():
+    """For classification, Longformer lets the first token see all others, which its base model does not."""
+    config = tiny("longformer", attention_window=8)
+    model = hf.AutoModelForSequenceClassification.from_config(config, attn_implementation="quest")
+    assert model(torch.randint(5, 99, (2, 37)), labels=torch.tensor([0, 1])).loss.isfinite()
 
 
 @pytest.mark.slow
