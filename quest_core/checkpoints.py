@@ -112,8 +112,12 @@ def unexpected_entry(key: str, entry: Tensor, host: str) -> CheckpointError:
     )
 
 
-def refuse_entries(state_dict: Mapping[str, Any], host: str) -> None:
-    """Raise CheckpointError if a state dict names an attention, where the model has the attention of `host` itself."""
+def refuse_entries(model: nn.Module, state_dict: Mapping[str, Any], host: str) -> None:
+    """Raise CheckpointError if a state dict names an attention, where `model` has the attention of `host` itself."""
+    modules = dict(model.named_modules())
+    if any(isinstance(module, CheckpointGuard) for module in modules.values()):
+        _refuse_entries_of_hosts(modules, {_unwrap(key): value for key, value in state_dict.items()})
+        return
     for key, entry in state_dict.items():
         if key.endswith(ENTRY):
             raise unexpected_entry(key, entry, host)

@@ -15,7 +15,7 @@ from conftest import sample, segmenter
 from mmengine.config import Config
 from mmengine.logging.logger import MMFormatter
 from mmengine.model import ExponentialMovingAverage, PretrainedInit
-from mmengine.runner import FlexibleRunner, Runner
+from mmengine.runner import FlexibleRunner, Runner, load_checkpoint
 from mmseg.apis import init_model
 from mmseg.registry import MODELS
 from torch.utils.data import Dataset
@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 from devtools import matrix
 from quest_core import AttentionMismatchWarning
 from quest_core.checkpoints import ENTRY
+from quest_core.errors import CheckpointError
 
 EMA = [{"type": "EMAHook", "momentum": 0.1, "update_buffers": True}]
 
@@ -141,6 +142,16 @@ def test_the_log_file_has_the_report_and_the_warning(trained, tmp_path):
     lines = path.read_text().splitlines()
     assert len([line for line in lines if "attention=quest in 4 modules" in line]) == 1
     assert len([line for line in lines if "WARNING - these weights were trained with standard" in line]) == 1
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_hosts_attention_beside_another_refuses_weights_of_that(trained, wrapped):
+    """mmengine only logs the key; `tools/test.py --tta` loads through a wrapper."""
+    config = segmenter()
+    config.backbone.update(type="quest_mmseg.VisionTransformer", attention="quest")
+    loaded = MODELS.build({"type": "SegTTAModel", "module": config} if wrapped else config)
+    with pytest.raises(CheckpointError, match="^'decode_head.layers.0.* trained with attention 'quest', and the model"):
+        load_checkpoint(loaded, trained["quest"])
 
 
 @pytest.mark.filterwarnings("error::quest_core.AttentionMismatchWarning")

@@ -23,7 +23,7 @@ from mmcv.cnn import NonLocal1d, NonLocal2d, NonLocal3d
 from mmengine.config import Config
 from mmengine.infer import BaseInferencer
 from mmengine.logging import MMLogger
-from mmengine.model import BaseModule
+from mmengine.model import BaseModule, BaseTTAModel, is_model_wrapper
 from mmengine.registry import Registry
 from mmengine.runner import FlexibleRunner, Runner, checkpoint
 from torch import nn
@@ -35,7 +35,6 @@ from quest_core.drafts import draft
 from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, HostAttention, Site, moves, sections
 from quest_core.hosts.inject import KEYS, REPORT, Request, open_texts, rehearse
-from quest_core.mechanism import has_mechanism
 from quest_core.projections import init_norms
 
 
@@ -90,9 +89,10 @@ class MmengineAdapter(Adapter):
             return stock(runner, *arguments, **options)
 
         def load(stock: Callable[..., None], module: nn.Module, state_dict: Any, *rest: Any, **o: Any) -> None:
-            """Load a checkpoint, unless it names an attention and the model has the host's own."""
-            if not has_mechanism(module):
-                refuse_entries(state_dict, self.name)
+            """Load a checkpoint, unless it names the attention of a module that has the host's own."""
+            while is_model_wrapper(module) or isinstance(module, BaseTTAModel):
+                module = module.module
+            refuse_entries(module, state_dict, self.name)
             stock(module, state_dict, *rest, **o)
 
         def inferring(stock: Callable[..., Any], inferencer: Any, cfg: Any, *rest: Any, **options: Any) -> Any:
@@ -108,7 +108,7 @@ class MmengineAdapter(Adapter):
         for kind in (Runner, FlexibleRunner):
             self.patches.around(kind, "__init__", check_runner)
         self.patches.around(BaseInferencer, "_init_model", inferring)
-        self.patches.around(checkpoint, "load_state_dict", load)
+        self.patches.around(checkpoint, "load_state_dict", load, everywhere=True)
         self.patches.around(Config, "merge_from_dict", merge)
         for module, table, formulas in COUNTERS:
             self.patches.when_imported(module, functools.partial(self._count, module, table, formulas))

@@ -213,8 +213,7 @@ def _refuse_unexpected(stock: Callable[..., Any], model: nn.Module, *arguments: 
     """Run load_pretrained, which ignores unexpected keys if the model has another number of classes."""
 
     def refuse(module: nn.Module, state_dict: Mapping[str, Any], *_: Any) -> None:
-        if not has_mechanism(module):
-            refuse_entries(state_dict, "timm")
+        refuse_entries(module, state_dict, "timm")
 
     handle = model.register_load_state_dict_pre_hook(refuse)
     try:

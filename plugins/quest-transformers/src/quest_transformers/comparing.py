@@ -147,7 +147,7 @@ def verify(model: Any, info: Any, stored: Mapping[str, Tensor]) -> None:
             )
         raise unexpected_entry(key, stored.get(key, next(iter(stored.values()))), "the host")
     if len(unexpected) < len(stored) and not has_mechanism(model):  # a loader that does not name what it leaves out
-        refuse_entries(stored, "the host")
+        refuse_entries(model, stored, "the host")
     for path, module in model.named_modules():
         if not isinstance(module, Mechanism):
             continue

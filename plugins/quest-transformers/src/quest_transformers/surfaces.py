@@ -381,8 +381,8 @@ def _refuse_unexpected(
     stock: Any, model: Any, state_dict: Any, strict: bool = True, *arguments: Any, **options: Any
 ) -> Any:
     """Run load_state_dict, which with strict=False ignores the key that names the attention; Trainer resumes so."""
-    if not strict and not has_mechanism(model):
-        refuse_entries(state_dict, "the host")
+    if not strict:
+        refuse_entries(model, state_dict, "the host")
     return stock(model, state_dict, strict, *arguments, **options)
 
 

@@ -129,7 +129,7 @@ def transfer(
     stored = torch.load(weights_path, map_location=default_device() if device is None else device)
     layers = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, Projected))
     if not layers:
-        refuse_entries(stored, "tsai")
+        refuse_entries(model, stored, "tsai")
         stock(model, weights_path, device, exclude_head)
         return
 
