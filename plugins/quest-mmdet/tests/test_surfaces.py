@@ -120,6 +120,14 @@ def test_a_wrong_config_is_an_error_before_the_work_folder_is_made(options, erro
     assert not (tmp_path / "work").exists()
 
 
+@pytest.mark.parametrize("scope", ["", "mmdet.", "quest_mmdet."])
+def test_heads_that_ignore_unknown_keys_do_not_take_attention(scope):
+    model = read(MIM / "mask2former" / "mask2former_r50_8xb2-lsj-50e_coco.py")
+    model.panoptic_head.update(type=f"{scope}Mask2FormerHead", attention="quest")
+    with pytest.raises(ConfigError, match=r"panoptic_head.attention is 'quest', and mmdet's Mask2FormerHead does not"):
+        MmdetAdapter.check(Config({"model": model}), model)
+
+
 def test_values_narrower_than_queries_refuse_elliptical():
     """In cross-attention of DAB-DETR a query has positions next to its contents."""
     with pytest.raises(UnsupportedError, match=r"cross_attn' of mmdet: it weighs features of queries .64. .* 32"):

@@ -155,18 +155,20 @@ class MmengineAdapter(Adapter):
             package = home.partition(".")[0]
             if package == cls.package and name in cls.types:
                 yield path, part, name
-            elif package in ("", cls.name) and name in cls.types and part.get("attention") is not None:
-                raise ConfigError(
-                    f"{path}.attention is '{part['attention']}', and {cls.name}'s {name} does not read it; write "
-                    f"{path}.type='{cls.package}.{name}' too (--cfg-options {path}.type={cls.package}.{name})"
-                )
+            elif name and package in ("", cls.name, cls.package) and part.get("attention") is not None:
+                said = f"{path}.attention is '{part['attention']}', and {cls.name}'s {name} does not read it"
+                if name in cls.types:
+                    ours = f"type='{cls.package}.{name}' too (--cfg-options {path}.type={cls.package}.{name})"
+                    raise ConfigError(f"{said}; write {path}.{ours}")
+                host = cls.models.get(name) if isinstance(kind, str) else kind
+                if host and host.__module__.startswith(f"{cls.name}.") and "attention" not in _parameters(host):
+                    raise ConfigError(f"{said}; write it into the model or a backbone, with a type of {cls.package}")
 
     @classmethod
     def read(cls, options: Mapping[str, Any], kind: Any) -> Request | None:
         """Return what the options of a class of this plugin ask for; None if its parts have their own attention."""
         name = f"{cls.package}.{kind.__name__}"
-        known = {key for base in kind.__mro__ for key in inspect.signature(base.__init__).parameters}
-        request = Request.read(options, name, options.keys() - known - {"type"})
+        request = Request.read(options, name, options.keys() - _parameters(kind) - {"type"})
         inner = [(path, part.get("attention")) for path, part, _ in cls.our_parts(options) if path]
         parts = [(path, AttentionConfig.parse(own)) for path, own in inner if own is not None]
         if request is None and not parts:
@@ -244,6 +246,11 @@ class WithAttention:
         if name == "cfg":  # `init_model` and `init_detector` set the whole Config
             self.adapter.check(value, self)
         super().__setattr__(name, value)
+
+
+def _parameters(kind: Any) -> set[str]:
+    """Return the names of the arguments of a class and its bases."""
+    return {key for base in kind.__mro__ for key in inspect.signature(base.__init__).parameters}
 
 
 def _initializers(model: nn.Module) -> Iterator[nn.Module]:
