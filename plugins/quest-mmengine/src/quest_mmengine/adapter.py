@@ -88,7 +88,7 @@ class MmengineAdapter(Adapter):
                 rehearse(lambda: self.models.build(copy.deepcopy(model)))
             return stock(runner, *arguments, **options)
 
-        def load(stock: Callable[..., None], module: nn.Module, state_dict: Any, *rest: Any, **o: Any) -> None:
+        def load(stock: Callable[..., None], module: Any, state_dict: Any, *rest: Any, **o: Any) -> None:
             """Load a checkpoint, unless it names the attention of a module that has the host's own."""
             while is_model_wrapper(module) or isinstance(module, BaseTTAModel):
                 module = module.module
