@@ -489,27 +489,24 @@ def _find_queries(terms: Flows, axes: Mapping[Origin, set[str]], logits: Tensor,
     A row along `dim` has one query. Windows that overlap hold a token several times, so a row may run along several
     axes of a product (Longformer). A product of one key runs along none; it has the queries of those joined with it.
     """
-    found: dict[Origin, int] = {}
-    rows: dict[Origin, list[Tensor]] = {}  # of both operands: a token in each row
-    for flow in terms:
-        letters, over = flow.origin.equation, axes.get(flow.origin)
-        if over is None:
-            continue
-        fixed = [i for i in (0, 1) if over <= {*letters[1 - i]} - {*letters[i]}]
-        readable = may_read(logits, waits=True) and all(one.places is not None for one in flow.origin.operands)
-        if readable and (len(fixed) != 1 or len(terms) > 1):
-            tokens = [_tokens(flow, i, dim).where((logits > HIDDEN).movedim(dim, -1), 0) for i in (0, 1)]
-            rows[flow.origin] = [own.amax(-1) for own in tokens]
-            if len(fixed) != 1:
-                fixed = [i for i in (0, 1) if _agree(tokens[i], rows[flow.origin][i][..., None])]
-        if len(fixed) == 1:
-            found[flow.origin] = fixed[0]
-    queries = [rows[origin][i] for origin, i in found.items() if origin in rows]
-    for origin in rows.keys() - found.keys():
-        same = [i for i, own in enumerate(rows[origin]) if any(_agree(own, query) for query in queries)]
-        if len(same) == 1:
-            found[origin] = same[0]
-    return found
+    flows = {flow.origin: flow for flow in terms if flow.origin in axes}
+    fixed: dict[Origin, list[int]] = {}
+    for origin in flows:
+        one, two, _ = map(set, origin.equation)
+        fixed[origin] = [i for i, keys in enumerate((two - one, one - two)) if axes[origin] <= keys]
+    if any(len(found) != 1 for found in fixed.values()) and may_read(logits, waits=True):
+        flows = {o: flow for o, flow in flows.items() if all(one.places is not None for one in o.operands)}
+        visible = (logits > HIDDEN).movedim(dim, -1)
+        tokens = {o: [_tokens(flow, i, dim).where(visible, 0) for i in (0, 1)] for o, flow in flows.items()}
+        rows = {o: [one.amax(-1) for one in both] for o, both in tokens.items()}
+        for origin, both in tokens.items():
+            if len(fixed[origin]) != 1:
+                fixed[origin] = [i for i in (0, 1) if _agree(both[i], rows[origin][i][..., None])]
+        queries = [rows[origin][found[0]] for origin, found in fixed.items() if origin in rows and len(found) == 1]
+        for origin, both in rows.items():
+            if len(fixed[origin]) != 1:
+                fixed[origin] = [i for i in (0, 1) if any(_agree(both[i], query) for query in queries)]
+    return {origin: found[0] for origin, found in fixed.items() if len(found) == 1}
 
 
 def _tokens(flow: Flow, i: int, dim: int) -> Tensor:

@@ -79,11 +79,21 @@ class Example:
         yield ""
 
     def _parts(self, path: str) -> list[str]:
-        """Return the paths of the models around a module, from the outside, then those of the modules within them."""
+        """Return the paths of the models around a module, from the inside, then those of the modules within them.
+
+        A head comes before its base model, which it may run in another way than users do (Longformer).
+        """
         around = [*self._around(path)]
         models = [one for one in around if isinstance(self.modules[one], PreTrainedModel)]
         inner = around[: around.index(models[0])]
-        return models[::-1] + [one for one in inner if not isinstance(self.modules[one], nn.ModuleList)]
+        rank = {self.modules[one]: place for place, one in enumerate(models)}
+
+        def order(path: str) -> tuple[int, int]:
+            own = rank[self.modules[path]]
+            return rank.get(self.modules[path].base_model, own), -own
+
+        models.sort(key=order)
+        return models + [one for one in inner if not isinstance(self.modules[one], nn.ModuleList)]
 
     def _try(self, part: str, number: int) -> set[str]:
         """Return the paths of the modules that run; if the run fails, none, and `failed` says why."""
