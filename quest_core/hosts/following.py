@@ -369,7 +369,7 @@ class Following(TorchFunctionMode):
                 self.note(base, tuple(f._replace(places=None) for f in flows))  # a cache
             else:
                 self._mark(base, flows, step.name)
-        for x in [made() for made, _ in self.followed.values()] if changes else ():
+        for x in [made() for made, _ in [*self.followed.values()]] if changes else ():
             if x is not None and x is not target and x is not base and _overlap(x, target):
                 self._mark(x, self.flows(x), step.name)
 
@@ -600,6 +600,7 @@ def _overlap(one: Tensor, two: Tensor) -> bool:
         return False
     if one.dtype != two.dtype or (one.storage_offset(), one.numel()) == (two.storage_offset(), two.numel()):
         return True
-    places = torch.arange(one.untyped_storage().nbytes() // one.element_size())
-    first, second = (places.as_strided(x.shape, x.stride(), x.storage_offset()).flatten() for x in (one, two))
-    return bool(torch.isin(first, second).any())
+    taken = torch.zeros(one.untyped_storage().nbytes() // one.element_size(), dtype=torch.bool)
+    first, second = (taken.as_strided(x.shape, x.stride(), x.storage_offset()) for x in (one, two))
+    first.fill_(True)
+    return bool(second.any())

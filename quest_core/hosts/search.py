@@ -215,6 +215,18 @@ class Search(Following):
             elif name in MOVES | KEEPS and any(x in self.entrywise for x in tensors(args)):
                 self.entrywise.add(out)
 
+    def note(self, x: Any, flows: Flows) -> None:
+        """Remember from what `x` was made, as long as it lives; its places take as much memory."""
+        super().note(x, flows)
+        if flows:
+            key, followed = id(x), self.followed
+
+            def forget(dead: ref[Tensor]) -> None:
+                if key in followed and followed[key][0] is dead:
+                    del followed[key]
+
+            followed[key] = ref(x, forget), flows
+
     def begin(self, x: Tensor, origin: Origin, factor: float = 1.0, odd: str | None = None, also: Flows = ()) -> None:
         """Begin to follow `x`, the result of `origin`; it also has the flows `also`."""
         places = None

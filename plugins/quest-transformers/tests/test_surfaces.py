@@ -269,7 +269,7 @@ def test_a_host_that_says_causal_is_believed_under_a_compiler():
 
 
 @pytest.mark.parametrize("attention", ["quest+sinkhorn", "quest+pgqa(kv_heads=2)"])
-@pytest.mark.parametrize("name", ["bart", "t5"])
+@pytest.mark.parametrize("name", SEQ2SEQ_MODELS)
 def test_queries_of_a_decoder_do_not_meet_when_they_attend_across(name, attention):
     with pytest.raises(UnsupportedError, match="cannot be causal"):
         build(name).set_attn_implementation({"encoder": attention, "decoder": "quest", "cross": attention})
