@@ -72,7 +72,7 @@ class Example:
         )
 
     def _around(self, path: str) -> Iterator[str]:
-        """Yield the paths of the modules around a module, from the inside, and its own path."""
+        """Yield the path of a module, then those of the modules around it, from the inside."""
         while path:
             yield path
             path = path.rpartition(".")[0]

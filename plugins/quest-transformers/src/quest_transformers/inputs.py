@@ -70,10 +70,9 @@ class Maker:
 
     # Texts
 
-    def input_ids(self, tokens: int = 0) -> Tensor:
-        if not tokens and self.of_config("attention_type") == "block_sparse":  # BigBird's shortest sequence
+    def input_ids(self, tokens: int = TOKENS) -> Tensor:
+        if tokens == TOKENS and self.of_config("attention_type") == "block_sparse":  # BigBird's shortest sequence
             tokens = (6 + 2 * self.config.num_random_blocks) * self.config.block_size
-        tokens = tokens or TOKENS
         most = getattr(self.config.get_text_config(), "vocab_size", None) or 100
         codebooks = self.of_config("num_codebooks", "n_codes_total") if self.form else None
         return self.integers(min(5, most - 1), min(most, 100), tokens, *([codebooks] if codebooks else []))

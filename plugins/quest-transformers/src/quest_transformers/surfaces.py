@@ -313,9 +313,9 @@ def _keep_blocks(stock: Any, model: Any, value: str) -> None:
     if value != model.attention_type and has_mechanism(model):
         least = (5 + 2 * model.config.num_random_blocks) * model.config.block_size + 1
         raise UnsupportedError(
-            f"{type(model).__name__} changes to attention_type={value!r}, as it does for sequences below {least} "
-            "tokens, and its new modules would have the host's attention; pad to that length, or build the model with "
-            "attention_type='original_full'"
+            f"{type(model).__name__}.set_attention_type({value!r}) would put in new modules with the host's attention; "
+            f"build the model with attention_type={value!r}. Sequences below {least} tokens "
+            "change a model to 'original_full'; pad them"
         )
     stock(model, value)
 
