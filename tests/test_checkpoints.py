@@ -114,6 +114,12 @@ def test_a_long_text_is_encoded_whole():
     assert encode(config).shape == (1024,)
 
 
+def test_a_mechanism_that_keeps_no_entry_reads_that_of_another():
+    quest_core.Mechanism("quest").load_state_dict(quest_core.Mechanism("quest", num_heads=2, head_dim=8).state_dict())
+    with pytest.raises(CheckpointError, match="trained with attention 'quest', and the model has 'qnorm'"):
+        quest_core.Mechanism("qnorm").load_state_dict(model("quest").layers[0].self_attn.mechanism.state_dict())
+
+
 @pytest.mark.parametrize("change", [float("nan"), float("inf"), 0.0, 1.5, 0.5])
 def test_a_changed_entry_is_an_error(change):
     made = model("quest")

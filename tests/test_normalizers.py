@@ -64,13 +64,16 @@ def weights_of(spec, q, k, mask=None):
     return made.forward_with_weights(q, k, torch.zeros_like(k), attn_mask=mask)[1]
 
 
-@pytest.mark.parametrize(("n", "m"), [(6, 6), (4, 7), (8, 3)])
+@pytest.mark.parametrize(("n", "m"), [(6, 6), (4, 7), (8, 3), (1, 4), (4, 1)])
 def test_half_steps_leave_the_sums_they_promise(n, m):
     q, k, _ = tensors(2, 2, 2, n, m, 4)
     rows = torch.ones(2, 2, n, dtype=torch.float64)
     columns = torch.full((2, 2, m), n / m, dtype=torch.float64)
     torch.testing.assert_close(weights_of("quest+sinkhorn", q, k).sum(-1), rows)
-    torch.testing.assert_close(weights_of("quest+sinkhorn(iterations=2)", q, k).sum(-2), columns)
+    half = quest_core.Mechanism("quest+sinkhorn(iterations=2)", num_heads=2, head_dim=4)
+    reference = half.normalizer.reference(half.logits(q, k), torch.ones(2, 2, n, m, dtype=torch.bool))
+    for weights in (weights_of("quest+sinkhorn(iterations=2)", q, k), reference):
+        torch.testing.assert_close(weights.sum(-2), columns)
     many = weights_of("quest+sinkhorn(iterations=300)", q, k)
     torch.testing.assert_close(many.sum(-1), rows, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(many.sum(-2), columns, rtol=1e-9, atol=1e-9)
