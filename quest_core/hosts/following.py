@@ -561,8 +561,10 @@ def varying(flow: Flow, dim: int) -> set[int]:
     """Return the axes of the origin along which places change along the axis `dim` of the tensor."""
     assert flow.places is not None
     shape = flow.origin.shape
-    rows = flow.places.movedim(dim, -1).reshape(-1, flow.places.shape[dim])
-    rows = rows[:: max(len(rows) // 512, 1)]  # enough of them
+    rows = flow.places.movedim(dim, -1)[None]
+    count = math.prod(rows.shape[:-1])
+    some = torch.arange(0, count, max(count // 512, 1))  # enough of them, taken before any is copied
+    rows = rows[torch.unravel_index(some, rows.shape[:-1])]
     real, found = rows > 0, set()
     for axis, size in enumerate(shape):
         place = (rows - 1).div(math.prod(shape[axis + 1 :]), rounding_mode="floor") % size
