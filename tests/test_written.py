@@ -870,6 +870,18 @@ def test_without_values_cosines_are_not_taken_for_products():
         quest_core.inject(model.to("meta"), "quest", example=x.to("meta"))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_norms_that_are_nearly_equal_are_no_cosine_attention(dtype):
+    """As in a fresh model with a LayerNorm whose tokens are alike: the norms differ by 0.5 %, far above rounding."""
+
+    def nearly(x):
+        return F.normalize(x, dim=-1) * (1 + 0.005 * torch.linspace(-1.5, 1.5, N).to(x)[:, None])
+
+    model, x = make(lambda m, q, k, v: (nearly(q) @ (3 * nearly(k)).mT * D**-0.5).softmax(-1) @ v)
+    _, report = quest_core.inject(model.to(dtype), "quest", example=x.to(dtype))
+    assert [row.note for row in report.replacements if "norm" in row.note] == []
+
+
 def test_logits_of_an_earlier_module_may_be_added():
     def spelling(m, q, k, v, before, by_hand=False):
         logits = q @ F.normalize(k, dim=-1).mT if by_hand else q @ k.mT * D**-0.5

@@ -390,7 +390,7 @@ class Search(Following):
             vectors = wide.movedim(axis, -1)
             if flow is not None and flow.places is not None:  # padding has norms of its own
                 vectors = vectors[flow.places.movedim(axis, -1).any(-1)]
-            norm = common_norm(vectors, 2e-3 if x.dtype == torch.float32 else 1e-2)
+            norm = common_norm(vectors, 1e-2 if x.dtype.itemsize < 4 else 2e-3)
             values = wide.flatten()
             seen = (values.sum().item(), (values * torch.linspace(1, 2, len(values)).to(values)).sum().item())
         places = (
