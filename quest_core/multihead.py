@@ -207,8 +207,8 @@ class MultiheadAttention(Projected, nn.MultiheadAttention):
         out, weights = self.forward(padded, padded, padded, padding, need_weights, None, average_attn_weights)
         out = out if self.batch_first else out.transpose(0, 1)
         kept = [x[: len(row)] for x, row in zip(out, rows, strict=True)]
-        layout: dict[str, Any] = {} if query.layout is torch.strided else {"layout": query.layout}
-        return torch.nested.as_nested_tensor(kept, **layout), weights  # nested_tensor would cut them from the graph
+        # nested_tensor would cut them from the graph
+        return torch.nested.as_nested_tensor(kept, layout=query.layout), weights
 
 
 def leave_native_path(mechanism: Mechanism) -> None:
