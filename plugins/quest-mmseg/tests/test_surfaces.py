@@ -273,7 +273,7 @@ def test_copies_of_aft_conv_have_grids_of_their_own():
 def test_learned_positions_need_their_number_and_their_grid():
     build(attention="aft-full(max_length=29)")(images())  # 24 patches and 5 classes
     with pytest.raises(InputError, match="29 tokens are more than max_length=28"):
-        build(attention="aft-full(max_length=28)")(images())
+        build(attention="aft-full(max_length=28)")  # before the first image
     config = segmenter()
     config.decode_head.update(type="quest_mmseg.SegmenterMaskTransformerHead", attention="aft-full")
     with pytest.raises(UnsupportedError, match="does not know the size of the images; name the attention on the whole"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -182,11 +183,17 @@ def _connect(
         # mmseg calls head.forward by its name, which passes by hooks.
         drafts[called].forward = functools.partial(forward, owner, trained)
     on_grid: list[Any] = [mechanism.family for mechanism in found if mechanism.on_grid]
-    if len(found) > len(on_grid) and trained is None:
-        raise UnsupportedError(
-            f"'{found[0].config}' has biases for the places of patches, and {type(owner).__name__} does not know the "
-            "size of the images; name the attention on the whole model"
-        )
+    for mechanism in found:
+        if mechanism.on_grid:
+            continue
+        if trained is None:
+            raise UnsupportedError(
+                f"'{mechanism.config}' has biases for the places of patches, and {type(owner).__name__} does not know "
+                "the size of the images; name the attention on the whole model"
+            )
+        by_index: Any = mechanism.family
+        tokens = math.prod(trained) + prefix
+        by_index.check_lengths(tokens, tokens, is_causal=False)
     for family in on_grid:
         family.prefix = prefix
     for module in (module for one in made for module in one.modules()):
