@@ -14,6 +14,7 @@ from conftest import CLASSES, sample, segmenter
 from fvcore.nn import FlopCountAnalysis
 from mmengine.analysis import get_model_complexity_info
 from mmengine.config import Config, ConfigDict, DictAction
+from mmengine.optim import build_optim_wrapper
 from mmengine.runner.activation_checkpointing import turn_on_activation_checkpointing
 from mmseg.apis import MMSegInferencer
 from mmseg.models import backbones, decode_heads
@@ -180,6 +181,15 @@ def test_command_line(given, expected):
 
 
 # --- standard is stock ----------------------------------------------------------------------------------------------
+
+
+def test_a_key_of_the_config_keeps_what_a_mechanism_learns_out_of_weight_decay():
+    model, rule = build(attention="qknorm"), {"custom_keys": {"mechanism": {"decay_mult": 0.0}}}
+    optimizer = {"type": "AdamW", "lr": 0.1, "weight_decay": 0.1}
+    groups = build_optim_wrapper(model, {"optimizer": optimizer, "paramwise_cfg": rule}).optimizer.param_groups
+    free = {id(p) for group in groups if group["weight_decay"] == 0 for p in group["params"]}
+    names = {name for name, p in model.named_parameters() if id(p) in free}
+    assert names == {name for name, _ in model.named_parameters() if ".mechanism." in name} != set()
 
 
 def test_standard_initializes_as_stock():
