@@ -205,13 +205,15 @@ def hides_the_future(mask: Tensor, *, only: bool = False) -> bool:
     if not (is_eager() and may_read(mask, waits=True)):
         return False
 
+    def seen_in(part: Tensor) -> Tensor:
+        return visible(part if part.dtype == torch.bool else hide_lowest(part))
+
     @torch.no_grad()  # or a checkpoint would save tensors here, and find none when it repeats the call
     def found() -> bool:
         n, m = mask.shape[-2:]
-        first = mask[..., :1, -1:]  # the last key, which comes after the first query
-        if n > 1 and bool(visible(first if first.dtype == torch.bool else hide_lowest(first)).any()):
-            return False  # without a look at the rest, which may be a bias of each pair
-        seen = visible(mask if mask.dtype == torch.bool else hide_lowest(mask))
+        if n > 1 and bool(seen_in(mask[..., :1, -1:]).any()):
+            return False  # the first query sees the last key; the rest may be a bias of each pair, so it is not read
+        seen = seen_in(mask)
         past = torch.ones(n, m, dtype=torch.bool, device=mask.device).tril(m - n)
         if only:  # visible entries are True, or add 0
             return bool(((seen == past) & (~seen | (mask == (mask.dtype == torch.bool)))).all())

@@ -56,6 +56,22 @@ def test_masks_that_hide_the_future_are_recognized():
         assert not hides_the_future(other)
 
 
+def test_drawn_masks_follow_the_definition():
+    """Key j of M is in the future of query i of N if j > i + M − N; a mask of padding has visible rows and columns."""
+    for _ in range(300):
+        heads, n, m = (int(x) for x in torch.randint(1, 5, (3,)))
+        seen = torch.rand(2, heads, n, m) < torch.rand(())
+        future = torch.ones(n, m, dtype=torch.bool).triu(m - n + 1)
+        seen &= ~future | (torch.rand(()) < 0.2)
+        is_padding = torch.equal(seen, seen.any(-1, keepdim=True) & seen.any(-2, keepdim=True))
+        sees_more_than_now = bool((seen & torch.ones(n, m).tril(m - n - 1).bool()).any())
+        wanted = not bool((seen & future).any()) and not is_padding and sees_more_than_now
+        bias = torch.randn(seen.shape).masked_fill(~seen, -math.inf)
+        assert [hides_the_future(mask) for mask in (seen, bias)] == [wanted, wanted], seen
+        wanted = bool((seen == ~future).all())
+        assert [hides_the_future(mask, only=True) for mask in (seen, torch.where(seen, 0.0, -math.inf))] == [wanted, wanted], seen
+
+
 def test_a_mask_that_is_causal_and_nothing_else_is_recognized():
     future = torch.full((6, 6), -math.inf).triu(1)
     assert hides_the_future(future, only=True)
