@@ -68,8 +68,8 @@ def test_drawn_masks_follow_the_definition():
         wanted = not bool((seen & future).any()) and not is_padding and sees_more_than_now
         bias = torch.randn(seen.shape).masked_fill(~seen, -math.inf)
         assert [hides_the_future(mask) for mask in (seen, bias)] == [wanted, wanted], seen
-        wanted = bool((seen == ~future).all())
-        assert [hides_the_future(mask, only=True) for mask in (seen, torch.where(seen, 0.0, -math.inf))] == [wanted, wanted], seen
+        wanted, zeros = bool((seen == ~future).all()), torch.where(seen, 0.0, -math.inf)
+        assert [hides_the_future(mask, only=True) for mask in (seen, zeros)] == [wanted, wanted], seen
 
 
 def test_a_mask_that_is_causal_and_nothing_else_is_recognized():
