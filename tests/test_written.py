@@ -181,6 +181,11 @@ def turned(x, angles):
     return x * cos + torch.cat([-x[..., D // 2 :], x[..., : D // 2]], -1) * sin
 
 
+def by_parameter(m, x):
+    """A product with a parameter, as of projections without nn.Linear."""
+    return torch.einsum("bhnd,ed->bhne", x, m.position.weight[:D, :D])
+
+
 ANGLES = torch.arange(N).float()[:, None].repeat(1, D // 2) / 10
 
 
@@ -350,6 +355,11 @@ LOGITS = {
         "positions_from_a_table_with_a_factor": lambda m, q, k: (
             (turned(q, table := torch.arange(N, dtype=q.dtype)[:, None].repeat(1, D // 2) * 0.1) * D**-0.5)
             @ turned(k, table).mT
+        ),
+    },
+    lambda m, q, k: (turned(by_parameter(m, q), ANGLES), turned(by_parameter(m, k), ANGLES)): {
+        "positions_on_products_with_a_parameter": lambda m, q, k: (
+            (turned(by_parameter(m, q), ANGLES.to(q)) * D**-0.5) @ turned(by_parameter(m, k), ANGLES.to(k)).mT
         ),
     },
     lambda m, q, k: (rotated(q), rotated(k)): {
@@ -714,6 +724,10 @@ WRONG = {
     ),
     "top k": ("topk|lt", top_k),
     "memory": ("keys are parameters", lambda m, q, k: q @ m.memory.mT),
+    "product by entries and a projected bias": (
+        "by entries",
+        lambda m, q, k: (q[:, :, :, None] * k[:, :, None]).sum(-1) + F.linear(q, m.memory[0]),
+    ),
     "product by entries": ("by entries", lambda m, q, k: (q[:, :, :, None] * k[:, :, None]).sum(-1).mul(D**-0.5)),
     "factors in one buffer": ("a factor on its queries or keys is followed", in_one_buffer),
     "a factor inside the sum": (

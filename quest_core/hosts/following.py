@@ -244,25 +244,24 @@ class Following(TorchFunctionMode):
         changed: list[Flow] = []
         for flow in flows:
             if not _ends(flow, x, others, out):
-                flow.origin.multiplied |= flow.origin.kind == "product"
+                flow.origin.multiplied |= flow.origin.is_logits
                 changed.append(flow.marked(self._oddity(flow, x, factors, learned=learned)))
         own = {f.origin for f in flows}
         for flow in others:
             if _shifts_only(flow, factors, flows, out) or (flow.origin not in own and _ends(flow, factors, flows, out)):
                 continue
-            kind = flow.origin.kind
-            if kind == "softmax" or (kind == "product" and (holds_numbers(factors) or flow.origin in own)):
+            is_logits = flow.origin.is_logits and (holds_numbers(factors) or flow.origin in own)
+            if is_logits or flow.origin.kind == "softmax":
                 changed.append(flow._replace(odd=TENSOR if step.name == "mul" else flow.odd or "a quotient"))
         return changed
 
     def _oddity(self, flow: Flow, x: Tensor, factors: Any, *, learned: bool) -> str | None:
         """Return what makes a flow of `x` odd that is multiplied or divided by `factors`, or None."""
-        kind = flow.origin.kind
-        if kind == "product" and isinstance(factors, Tensor) and (learned or not self._is_mask(factors)):
+        if flow.origin.is_logits and isinstance(factors, Tensor) and (learned or not self._is_mask(factors)):
             return LEARNED if learned else TENSOR
         if factors is x:
             return "square"
-        if kind == "plain" and self._is_by_head(factors, flow):
+        if flow.origin.is_activation and self._is_by_head(factors, flow):
             return TENSOR
         if flow.factor != 1 and any(f.origin is not ACTIVATION for f in self.flows(factors)):
             return "a factor, and a product after it"
@@ -307,7 +306,7 @@ class Following(TorchFunctionMode):
         name, given = step.name, step.given
         flows = [flow for _, flows in given for flow in flows]
         if not holds_numbers(out):
-            return _merge([_unknown(f, name)._replace(places=None) for f in flows if f.origin.kind == "product"])
+            return _merge([_unknown(f, name)._replace(places=None) for f in flows if f.origin.is_logits])
         if name in BOUNDS and is_far(step.args, step.kwargs):
             name = "identity"
         if name in SUMS and len(given) > 1:
@@ -365,7 +364,7 @@ class Following(TorchFunctionMode):
         written = [f for x, flows in step.given[1:] if x is not target for f in flows]
         if base is not None and (written or (changes and self.flows(base))):
             flows = _merge([*self.flows(base), *written])
-            if step.name in WRITES and all(f.origin.kind == "plain" and (f.factor, f.odd) == (1, None) for f in flows):
+            if step.name in WRITES and all(f.origin.is_activation and (f.factor, f.odd) == (1, None) for f in flows):
                 self.note(base, tuple(f._replace(places=None) for f in flows))  # a cache
             else:
                 self._mark(base, flows, step.name)
@@ -449,8 +448,8 @@ def counted(flows: Iterable[Flow]) -> tuple[Origin, ...]:
 
 
 def _products(flows: Flows) -> set[Origin]:
-    """Return the products from which a tensor was made."""
-    return {flow.origin for flow in flows if flow.origin.kind == "product"}
+    """Return the logits from which a tensor was made."""
+    return {flow.origin for flow in flows if flow.origin.is_logits}
 
 
 def _merge(flows: list[Flow]) -> Flows:
@@ -473,7 +472,8 @@ def _merge(flows: list[Flow]) -> Flows:
 
 def _unknown(flow: Flow, name: str) -> Flow:
     """Return a flow through a function that is not known: activations go on, logits and factors are lost."""
-    if flow.origin.kind in ("plain", "parameter") and flow.factor == 1 and name not in NORMS:
+    goes_on = flow.origin.is_activation or flow.origin.kind == "parameter"
+    if goes_on and flow.factor == 1 and name not in NORMS:
         return flow
     if name == "tanh" and flow.origin.is_logits and not flow.capped:
         return flow._replace(capped=True)
@@ -500,7 +500,7 @@ def _mixes_factors(name: str, given: Given) -> bool:
         given = [(x, flows) for x, flows in given if x.is_floating_point()]
     elif name not in (*JOINS, "setitem", "add", "sub"):
         return False
-    scaled = (f.factor for _, flows in given for f in flows if f.origin.kind == "plain" and f.factor != 1)
+    scaled = (f.factor for _, flows in given for f in flows if f.origin.is_activation and f.factor != 1)
     if (factor := next(scaled, None)) is None:
         return False
     if len(given) < 2:
@@ -517,7 +517,7 @@ def _same(one: float, two: float) -> bool:
 
 def _are_activation(flows: Flows, origin: Origin) -> bool:
     """Return whether a tensor is an activation, which `origin` is not a part of."""
-    return any(f.origin.kind == "plain" for f in flows) and all(f.origin is not origin for f in flows)
+    return any(f.origin.is_activation for f in flows) and all(f.origin is not origin for f in flows)
 
 
 def _is_smaller(x: Tensor, out: Tensor) -> bool:
@@ -535,8 +535,8 @@ def _shifts_only(flow: Flow, x: Tensor, others: Flows, out: Tensor) -> bool:
     if flow.origin.kind == "product":
         is_statistic = flow.origin.number < 0
     else:
-        is_statistic = flow.origin.kind == "softmax" and flow.places is None and _is_smaller(x, out)
-    return is_statistic and _are_activation(others, flow.origin)
+        is_statistic = flow.origin.kind == "softmax" and flow.places is None
+    return is_statistic and _is_smaller(x, out) and _are_activation(others, flow.origin)
 
 
 def _ends(flow: Flow, x: Tensor, others: Flows, out: Tensor) -> bool:
@@ -580,7 +580,7 @@ def _keep_features(flow: Flow, out: Tensor) -> Flow:
     Features are where they were if their axes are as long, and the others are as many.
     """
     places = flow.places
-    if flow.origin.kind != "plain" or places is None or places.shape == out.shape or places.dim() != out.dim():
+    if not flow.origin.is_activation or places is None or places.shape == out.shape or places.dim() != out.dim():
         return flow
     if (along := flow.along) is None or any(places.shape[dim] != out.shape[dim] for dim in along):
         return flow
