@@ -19,7 +19,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -158,8 +157,7 @@ def lint_stages(executable: Path) -> list[running.Stage]:
     }
     # Plugins are read from their sources, so that no host has to be installed.
     variables = running.clean_environment(PYTHONPATH=os.pathsep.join(map(str, [ROOT, *sources])))
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda name: running.command_stage(name, commands[name], variables), commands))
+    return running.side_by_side(lambda name: running.command_stage(name, commands[name], variables), commands)
 
 
 def close(session: nox.Session, stages: Sequence[running.Stage], *lines: str) -> None:
@@ -212,8 +210,9 @@ def test(session: nox.Session) -> None:
     # from the last, so that the shortest suites end the run.
     live, workers = bool(rest), ["-n", WORKERS, "--dist", "worksteal"]
     stages += [running.pytest_stage(*suite, [*workers, *options], live=live) for suite in suites[:1]]
-    with ThreadPoolExecutor(1 if live else int(WORKERS)) as pool:
-        stages += pool.map(lambda suite: running.pytest_stage(*suite, options, live=live), suites[:0:-1])
+    stages += running.side_by_side(
+        lambda suite: running.pytest_stage(*suite, options, live=live), suites[:0:-1], 1 if live else int(WORKERS)
+    )
     again = f"QUEST_TEST_SEED={seed} {shlex.join(['./dev', 'test', *session.posargs])}"
     close(session, stages, f"to draw the same random numbers again: {again}")
 

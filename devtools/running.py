@@ -12,9 +12,11 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from devtools.environments import ROOT
 
@@ -23,6 +25,8 @@ LOGS = STATE / "logs"
 LIMIT_S = 60 * 60  # of a command with a log
 TAIL_LINES = 60
 NO_TESTS = 5  # pytest's exit status if it collected nothing
+X, Y = TypeVar("X"), TypeVar("Y")
+_running: set[subprocess.Popen[bytes]] = set()  # the commands of `run`
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
@@ -72,14 +76,32 @@ def run(command: Sequence[str | Path], log: Path | None = None, env: Mapping[str
             stderr=None if out is None else subprocess.STDOUT,
             start_new_session=True,
         )
+        _running.add(process)
         try:
             return process.wait(None if out is None else LIMIT_S)
         except subprocess.TimeoutExpired:
             return 124
         finally:
-            with contextlib.suppress(ProcessLookupError):  # they have ended
-                os.killpg(process.pid, signal.SIGKILL)
+            _end(process)
             process.wait()
+            _running.remove(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):  # they have ended
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def side_by_side(function: Callable[[X], Y], items: Iterable[X], workers: int = 2) -> list[Y]:
+    """Return the results of a function that calls `run`, some at a time. An interrupt ends all commands."""
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            return [*pool.map(function, items)]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in [*_running]:
+                _end(process)
+            raise
 
 
 def tail(log: Path) -> str:

@@ -193,12 +193,12 @@ def git(*arguments: str) -> str:
 
 
 def report(result: dict[str, object]) -> None:
-    """Print what came of one README."""
-    print(f"{'ok    ' if result['ok'] else 'FAILED'}  {result['name']:<12} {result['seconds']:6.0f} s", flush=True)
-    for line, reason in result["not_run"]:  # type: ignore[attr-defined]
-        print(f"        line {line} not run: {reason}")
+    """Print what came of one README in one piece, because others run at the same time."""
+    lines = [f"{'ok    ' if result['ok'] else 'FAILED'}  {result['name']:<12} {result['seconds']:6.0f} s"]
+    lines += [f"        line {line} not run: {reason}" for line, reason in result["not_run"]]  # type: ignore[attr-defined]
     if not result["ok"]:
-        print(f"        {result['why']}", running.tail(RESULTS / f"{result['name']}.log"), sep="\n")
+        lines += [f"        {result['why']}", running.tail(RESULTS / f"{result['name']}.log")]
+    print("\n".join(lines), flush=True)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -226,19 +226,20 @@ def main(arguments: Sequence[str]) -> int:
             chosen = [other for other in chosen if other != name]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     RESULTS.mkdir(parents=True, exist_ok=True)
-    ok = True
     try:
         with tempfile.TemporaryDirectory(prefix="quest-install-", ignore_cleanup_errors=True) as made:
             folder = Path(made)
             build(folder)
             repo = given.repo and given.repo.resolve()
 
-            for name in chosen:
+            def run(name: str) -> bool:
                 print(f"...     {name} (log: {(RESULTS / f'{name}.log').relative_to(ROOT)})", flush=True)
                 result = test(name, folder, given.torch, repo, given.online)
                 shutil.rmtree(folder / name)
                 report(result)
-                ok = ok and bool(result["ok"])
+                return bool(result["ok"])
+
+            ok = all(running.side_by_side(run, chosen))  # pip installs with one core
     except Failure as failure:
         print(f"./dev install-test: {failure}", file=sys.stderr)
         return 1

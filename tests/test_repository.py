@@ -5,6 +5,7 @@ import json
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -413,6 +414,28 @@ def test_the_processes_of_a_command_end_with_it(tmp_path):
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < end
         time.sleep(0.1)
+
+
+def test_an_interrupt_ends_commands_that_run_side_by_side(tmp_path):
+    script = f"""
+import sys
+from pathlib import Path
+from devtools import running
+def sleep(number):
+    return running.run(["bash", "-c", f"echo $$ > {tmp_path}/{{number}}; sleep 60"], Path("{tmp_path}/log"))
+running.side_by_side(sleep, range(3))
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.DEVNULL)
+    started = [tmp_path / "0", tmp_path / "1"]
+    while not all(path.exists() and path.read_text() for path in started):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) != 0
+    assert not (tmp_path / "2").exists()
+    for path in started:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.read_text()), 0)
 
 
 def run_pytest(folder, *options, **variables):
