@@ -190,8 +190,8 @@ def _run(paths: Iterable[str], calls: Iterator[int], model: nn.Module) -> None:
             part(images)
         except Exception as error:  # whatever a model raises on inputs that do not suit it
             raise InjectionError(
-                f"{type(part).__name__} has attention that only a run of it finds, and does not run on images of shape "
-                f"{[2, *size]} ({type(error).__name__}: {error}); say quest_core.inject(model, ..., "
+                f"{type(part).__name__} may have attention that only a run of it finds, and does not run on images of "
+                f"shape {[2, *size]} ({type(error).__name__}: {error}); say quest_core.inject(model, ..., "
                 "example=batch), on a model that was built without attention="
             ) from error
 

@@ -37,8 +37,8 @@ class Example:
     def __init__(self, model: Any, paths: Iterable[str]) -> None:
         if any(weight.is_meta for weight in model.parameters()):
             raise InjectionError(
-                f"{type(model).__name__} has attention that only a run of it finds, and is on the meta device; build "
-                "it on a CPU"
+                f"{type(model).__name__} may have attention that only a run of it finds, and is on the meta device; "
+                "build it on a CPU"
             )
         self.calls = 0
         self.runs: list[tuple[str, int]] = []  # the path of a module, and which of its inputs
@@ -67,8 +67,9 @@ class Example:
                 why.setdefault(type(self.modules[part]).__name__, self.failed[part, number])
         name = type(self.modules[""]).__name__
         raise InjectionError(
-            f"{name} has attention that only a run of it finds, and no inputs that the plugin makes reach "
-            f"'{path}' ({'; '.join(f'{kind}: {reason}' for kind, reason in why.items())}); {HELP}"
+            f"{name} may have attention that only a run of it finds, and no inputs that the plugin makes "
+            f"{f'reach {path!r}' if path else 'run it'} "
+            f"({'; '.join(f'{kind}: {reason}' for kind, reason in why.items())}); {HELP}"
         )
 
     def _around(self, path: str) -> Iterator[str]:
