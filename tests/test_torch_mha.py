@@ -288,6 +288,19 @@ def test_standard_trains_bit_for_bit_like_pytorch(batch_first):
     torch.testing.assert_close(*grads, rtol=0, atol=0)
 
 
+@torch.no_grad()
+def test_standard_evaluates_by_pytorchs_native_path_until_a_monitor_watches():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2).eval()
+    x, padding = torch.randn(3, 6, 16), torch.arange(6) >= torch.tensor([6, 4, 2])[:, None]
+    stock = model(x), model(x, src_key_padding_mask=padding)
+    quest_core.inject(model, "standard")
+    assert torch.equal(model(x), stock[0]) and torch.equal(model(x, src_key_padding_mask=padding), stock[1])
+    with quest_core.Monitor(model) as monitor:
+        torch.testing.assert_close(model(x), stock[0])
+        assert len(monitor.collect()) == 2 and not monitor.unseen()
+    assert torch.equal(model(x), stock[0])
+
+
 @pytest.mark.parametrize("settings", ["plain", "other key and value sizes"])
 def test_parameters_reset_like_pytorchs(settings):
     stock, ours = pair(**SETTINGS[settings])
