@@ -798,6 +798,10 @@ WRONG |= {
         r"inside of a torch\.autograd\.Function",
         lambda m, q, k, v: Recomputing.apply(F.scaled_dot_product_attention, q, k, v),
     ),
+    "written out in a checkpoint by hand": (
+        "an autograd.Function with a derivative of its own",
+        lambda m, q, k, v: Recomputing.apply(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, q, k, v),
+    ),
     "values by entries": ("exp", lambda m, q, k, v: (normed((q @ k.mT).exp())[..., None] * v[:, :, None]).sum(-2)),
     "products of vectors": ("mv", lambda m, q, k, v: torch.mv(k[0, 0], q[0, 0, 0]).softmax(-1).expand(B, H, N, N) @ v),
 }
@@ -1099,18 +1103,26 @@ def test_a_checkpoint_inside_of_a_site_is_refused(run, repeat, inside):
         model.train()(x)
 
 
-def test_a_reentrant_checkpoint_of_a_module_has_no_derivative_of_its_own():
+@RUNS
+@pytest.mark.parametrize("repeat", [functools.partial(checkpoint, use_reentrant=True), Recomputing.apply])
+def test_a_checkpoint_around_a_module_has_no_derivative_of_its_own(run, repeat):
     class Outer(nn.Module):
         def __init__(self, inner):
             super().__init__()
             self.inner = inner
 
         def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=True)
+            return repeat(self.inner, x)
 
-    model, x = make(scale_after_product)
-    _, report = quest_core.inject(Outer(model), "quest", example=x.requires_grad_())
+    model, x = make(lambda m, q, k, v: run(q, k, v))
+    outer, report = quest_core.inject(Outer(model), "quest", example=x.requires_grad_())
     assert len(report.replacements) == 2
+    found = []
+    for one in (outer, model):
+        one(x).square().sum().backward()
+        found.append(x.grad)
+        x.grad = None
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("place", ["positional", "out"])

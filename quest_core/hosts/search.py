@@ -352,6 +352,7 @@ class Search(Following):
         pair, letters = (a, b), equation(name, head, a, b)
         origin.equation = letters or origin.equation
         if in_autograd_function():
+            self._note_uses(pair, letters, (False, False), out)
             self.begin(out, origin, odd="an autograd.Function with a derivative of its own")
             return
         origin.learned = tuple(self.is_parameter(x) for x in pair)

@@ -181,12 +181,12 @@ def in_compiled_graph(site: nn.Module) -> bool:
 
 
 def in_autograd_function() -> bool:
-    """Return whether the forward of a torch.autograd.Function is running, whose backward would not see a change.
+    """Return whether the running module has called a torch.autograd.Function, whose backward would not see a change.
 
-    That of an activation checkpoint repeats the forward, and sees it.
+    That of an activation checkpoint repeats the forward, and sees it; so does one around the module, which calls it.
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
         if _context(frame) is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
             return True
         frame = frame.f_back
