@@ -835,11 +835,16 @@ def test_a_site_inside_a_site_is_refused():
         def forward(self, x):
             return F.scaled_dot_product_attention(x, x, self.inner(x, x, x))
 
+    x = torch.randn(2, 4, 5, 8)
     with pytest.raises(
         InjectionError,
         match=r"'' \(Outer\) calls scaled_dot_product_attention, and it contains another attention, 'inner'",
     ):
-        quest_core.inject(Outer(), "quest", example=torch.randn(2, 4, 5, 8))
+        quest_core.inject(Outer(), "quest", example=x)
+    model, report = quest_core.inject(Outer(), "quest", example=x, allow_partial=True)
+    assert [row.path for row in report.replacements] == ["inner"]
+    assert report.left_alone == {"": "it contains another attention, 'inner'"}
+    assert torch.equal(model(x), F.scaled_dot_product_attention(x, x, quest_core.attention(x, x, x)))
 
 
 def test_a_host_can_read_which_arguments_a_site_takes():

@@ -387,9 +387,10 @@ class Finding:
             if apart and (type(module) in kinds or path in weigh):
                 self.missed[path] = module
 
-    def sites(self) -> Iterator[tuple[Adapter, Site]]:
-        """Yield what was found, each with its adapter; InjectionError for a module that cannot be a site.
+    def sites(self, *, allow_partial: bool = False) -> Iterator[tuple[Adapter, Site]]:
+        """Yield what was found, each with its adapter.
 
+        InjectionError for a module that cannot be a site, which `allow_partial` leaves as it is.
         Where some attention is causal, the queries of attention across sequences are taken for those of a decoder.
         """
         decodes = any(one.causal for one in (*self.calls.values(), *self.written.values()))
@@ -399,14 +400,19 @@ class Finding:
                 inside = [other for other in self.ours() if within(other, [path])]
                 inside.remove(path)  # it is there twice if it both calls a function and writes attention out
                 if inside:
-                    why = f"it contains another attention, '{inside[0]}'; move one of them into a module of its own"
+                    why, fix = f"it contains another attention, '{inside[0]}'", "move one of them into its own module"
                 elif hasattr(module, "mechanism") and not isinstance(module, FoundSite):
-                    why = "it has an attribute 'mechanism', which a site needs; rename it"
+                    why, fix = "it has an attribute 'mechanism', which a site needs", "rename it"
                 else:
                     asked = replace(one.asks, causal=True) if decodes and one.cross else one.asks
                     yield adapter, Site(path, module, one.heads, one.head_dim, asked, note=one.note)
                     continue
-                raise InjectionError(f"'{path}' ({type(module).__name__}) {one.does}, and {why}")
+                if not allow_partial:
+                    raise InjectionError(
+                        f"'{path}' ({type(module).__name__}) {one.does}, and {why}; {fix}, or say allow_partial=True "
+                        "to leave it as it is"
+                    )
+                self.left_alone[path], self.missed[path] = why, module
 
     def ours(self) -> list[str]:
         """Return the paths of all modules that become sites, some of them twice."""

@@ -280,7 +280,7 @@ def inject(
             finding.run(example, adapters, allow_partial=allow_partial)
     found = [(owner, site) for owner, site in found if site.path not in finding.idle]
     if ran or adapter is None:
-        found += finding.sites()
+        found += finding.sites(allow_partial=allow_partial)
     if not found:
         raise InjectionError(_nothing_found(model, adapters, finding, ran=ran))
     chosen, kept = _choose(found, choose, fresh=fresh)
