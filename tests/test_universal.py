@@ -805,6 +805,27 @@ def test_two_calls_of_one_forward_share_what_has_no_parameters():
         quest_core.inject(Unlike(), "quest", example=x)
 
 
+def test_one_call_may_share_fewer_key_heads_than_another():
+    class Tabular(nn.Module):  # rows of the context attend with all heads, others with some (TabPFN)
+        fewer = 1
+
+        def forward(self, q, k, v):
+            many = F.scaled_dot_product_attention(q, k, v)
+            return many - F.scaled_dot_product_attention(q, *(x[:, :: 4 // self.fewer] for x in (k, v)), enable_gqa=True)
+
+    q, k, v = (torch.randn(2, 4, 5, 8, dtype=torch.float64) for _ in range(3))
+    for seen, fewer in ((4, 1), (4, 2), (1, 2), (2, 2)):
+        host = Tabular()
+        host.fewer = seen
+        model, report = quest_core.inject(host, "quest", example=(q, k, v))
+        assert [row.path for row in report.replacements] == [""]
+        model.fewer = fewer
+        unit = F.normalize(k, dim=-1)
+        few = (x[:, :: 4 // fewer].repeat_interleave(4 // fewer, 1) for x in (unit, v))
+        one, two = (F.scaled_dot_product_attention(q, *kv, scale=1.0) for kv in ((unit, v), few))
+        torch.testing.assert_close(model(q, k, v), one - two)
+
+
 def test_a_module_that_lends_its_projections_only_stays():
     class Outer(nn.Module):
         def __init__(self):

@@ -77,6 +77,14 @@ class Call(Found):
             causal=self.causal, cross=self.cross, dropout=self.dropout, weights=self.weights, pairs=self.masked
         )
 
+    def join(self, other: Call) -> Call:
+        """Return what two calls have in common, as for any attention; of key/value heads the most (see `_attend`)."""
+        fewer, most = sorted((self.kv_heads, other.kv_heads))
+        if most % fewer == 0:
+            self, other = (replace(one, kv_heads=most) for one in (self, other))
+        made: Call = super().join(other)
+        return made
+
     @property
     def scale_number(self) -> float:
         """The factor of the call on q·k, as a number."""
@@ -250,6 +258,9 @@ def _attend(site: Routed, *args: Any, **kwargs: Any) -> Tensor:
     _check(site, _heads(q), q.shape[-1], call.scale)
     q, k = without_factors((q, k), site.undone)
     axes = q.dim()
+    repeats = site.found_attention.kv_heads // (_heads(k) * site.mechanism.head_share[1])
+    if repeats > 1:  # another call has more key/value heads
+        k, v = (x.repeat_interleave(repeats, -3) for x in (k, v))
     mask = plain_mask(call.attn_mask, q.device)
     is_causal = call.is_causal  # query i sees keys j ≤ i, as PyTorch aligns them
     if not is_exporting() and (q.shape[:-3] != k.shape[:-3] or k.shape[:-3] != v.shape[:-3] or axes == 3):
