@@ -207,9 +207,10 @@ def try_timm(family: str) -> dict[str, Any]:
 
 def listed(package: str) -> Any:
     """Return what docs/coverage_models.py builds of a package, by name."""
-    if str(DOCS) not in sys.path:
-        sys.path.insert(0, str(DOCS))
-    return getattr(importlib.import_module("coverage_models"), package.lower().replace("-", "_"))()
+    sys.path.insert(0, str(DOCS))
+    models = importlib.import_module("coverage_models")
+    del sys.path[0]
+    return getattr(models, package.lower().replace("-", "_"))()
 
 
 def try_listed(package: str, name: str) -> dict[str, Any]:
@@ -419,6 +420,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    del sys.path[0]  # this folder: a package that imports `coverage` means another one
     if importlib.util.find_spec("transformers"):
         import transformers
 
