@@ -811,7 +811,9 @@ def test_one_call_may_share_fewer_key_heads_than_another():
 
         def forward(self, q, k, v):
             many = F.scaled_dot_product_attention(q, k, v)
-            return many - F.scaled_dot_product_attention(q, *(x[:, :: 4 // self.fewer] for x in (k, v)), enable_gqa=True)
+            return many - F.scaled_dot_product_attention(
+                q, *(x[:, :: 4 // self.fewer] for x in (k, v)), enable_gqa=True
+            )
 
     q, k, v = (torch.randn(2, 4, 5, 8, dtype=torch.float64) for _ in range(3))
     for seen, fewer in ((4, 1), (4, 2), (1, 2), (2, 2)):

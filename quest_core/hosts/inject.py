@@ -535,9 +535,8 @@ def _remark_on_norm(site: Site) -> str:
             continue
         weight = getattr(norm, "weight", None)
         if weight is None or weight.numel() == site.head_dim:
-            return (
-                f"the host's {name} gives keys one norm already, up to its weights, so unit keys change only the scale"
-            )
+            said = f"the host's {name} gives keys one norm already, up to its weights"
+            return f"{said}, so unit keys change at most the scale"
         return f"the host's {name} normalizes keys over all heads, and unit keys normalize those of each head after it"
     return ""
 

@@ -208,7 +208,9 @@ KEPT = "the host multiplies queries or keys by factors of its own, which stay"
 
 def norm_note(norm: float | None) -> str:
     """Return a remark for the report on keys that all have one norm."""
-    return "" if norm is None else f"the host's keys have norm {norm:.3g} already, so unit keys change only the scale"
+    if norm is None:
+        return ""
+    return f"the host's keys have norm {norm:.3g} already, so unit keys change at most the scale"
 
 
 def beyond_operands(config: AttentionConfig, *, softmax_stays: bool = True) -> str | None:
