@@ -539,6 +539,12 @@ def windows_that_overlap(m, q, k, v):
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
+def probsparse(m, q, k, v):
+    """Only the queries that fit some keys best attend (Informer)."""
+    index = (q @ k[:, :, ::2].mT).amax(-1).topk(3).indices[..., None].expand(-1, -1, -1, D)
+    return v.cumsum(2).scatter(2, index, (q.gather(2, index) @ k.mT * D**-0.5).softmax(-1) @ v)
+
+
 def top_k(m, q, k):
     logits = q @ k.mT * D**-0.5
     return logits.masked_fill(logits < logits.topk(3, -1).values[..., -1:], -math.inf)
@@ -798,6 +804,7 @@ WRONG |= {
         r"inside of a torch\.autograd\.Function",
         lambda m, q, k, v: Recomputing.apply(F.scaled_dot_product_attention, q, k, v),
     ),
+    "queries chosen by their products with some keys": ("as to choose among them", probsparse),
     "written out in a checkpoint by hand": (
         "an autograd.Function with a derivative of its own",
         lambda m, q, k, v: Recomputing.apply(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, q, k, v),

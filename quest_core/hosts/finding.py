@@ -105,6 +105,12 @@ class _Judge:
                 for flow in self._content(softmax):
                     roles[flow.origin], one = self._role(softmax, flow)
                     found.append(replace(one, path=frame.path))
+        for origin in frame.products if roles else ():
+            if origin.is_logits and not origin.softmaxes and any(_share_operands(origin, role) for role in roles):
+                raise UnsupportedError(
+                    "it also multiplies its queries and keys without a softmax, as to choose among them (Informer), and "
+                    "that product would stay the host's"
+                )
         if roles:
             site, known = self._site(frame, roles, found), self.sites.get(frame.path)
             self.sites[frame.path] = site if known is None else known.join(site)
@@ -255,6 +261,22 @@ def _query(softmax: Softmax, origin: Origin) -> int:
     if softmax.axes.get(origin):
         raise UnsupportedError("the axis of its softmax belongs to queries and keys")
     raise _OneKey("the axis of its softmax is not found; use an example with more than one token")
+
+
+def _share_operands(one: Origin, other: Origin) -> bool:
+    """Return whether two products are of entries of the same two tensors."""
+    return any(
+        all(_share(a, b) for a, b in zip(one.operands, operands, strict=False))
+        for operands in (other.operands, other.operands[::-1])
+        if one.operands
+    )
+
+
+def _share(one: Operand, other: Operand) -> bool:
+    """Return whether two operands hold entries of one projection."""
+    if one.origin is None or one.origin is not other.origin or one.places is None or other.places is None:
+        return False
+    return bool(torch.isin(one.places[one.places > 0], other.places).any())
 
 
 def _are_joined(one: Flow, other: Flow) -> bool:

@@ -258,8 +258,8 @@ def _attend(site: Routed, *args: Any, **kwargs: Any) -> Tensor:
     _check(site, _heads(q), q.shape[-1], call.scale)
     q, k = without_factors((q, k), site.undone)
     axes = q.dim()
-    repeats = site.found_attention.kv_heads // (_heads(k) * site.mechanism.head_share[1])
-    if repeats > 1:  # another call has more key/value heads
+    groups = size(k, -3) * site.mechanism.head_share[1] if axes > 3 else 1
+    if (repeats := site.found_attention.kv_heads // groups) > 1:  # another call has more key/value heads
         k, v = (x.repeat_interleave(repeats, -3) for x in (k, v))
     mask = plain_mask(call.attn_mask, q.device)
     is_causal = call.is_causal  # query i sees keys j ≤ i, as PyTorch aligns them
