@@ -832,6 +832,15 @@ def random_features(m, q, k, v):
     return q @ (k.mT @ v)
 
 
+def frequencies(m, q, k, v):
+    """Frequencies times complex parameters, put into zeros (FEDformer)."""
+    x = torch.fft.rfft(q, dim=2)
+    weight = torch.complex(m.position.weight, m.position.weight)[:D, :D]
+    out = torch.zeros_like(x)
+    out[:, :, :2] = torch.einsum("bhfd,de->bhfe", x[:, :, :2], weight)
+    return torch.fft.irfft(out, n=N, dim=2)
+
+
 def router(m, q, k, v):
     gates = (q @ m.memory.mT).softmax(-1)
     return sum((gates[..., i : i + 1] * v for i in range(3)), torch.zeros(()))
@@ -848,6 +857,7 @@ LEFT = {
     "linear attention by entries": lambda m, q, k, v: (q[:, :, :, None] * k[:, :, None]).sum(-1) @ v,
     "squeeze and excite": lambda m, q, k, v: v * q.mean((1, 2), keepdim=True).sigmoid(),
     "router": router,
+    "frequencies": frequencies,
 }
 
 

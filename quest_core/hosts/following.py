@@ -333,7 +333,7 @@ class Following(TorchFunctionMode):
         """Return the places in the `nth` result of a function that moves entries; None if it does not move integers."""
 
         def places(x: Tensor) -> Any:
-            if not x.is_floating_point():
+            if not holds_numbers(x):
                 return x
             found = [f.places for f in self.flows(x) if f.origin is origin]
             return found[0] if found else torch.zeros(x.shape, dtype=torch.int32)

@@ -34,7 +34,7 @@ from .functions import (
     operands,
     tensors,
 )
-from .sites import common_norm, in_autograd_function, restoring, run_example
+from .sites import common_norm, in_autograd_function, in_double, restoring, run_example
 from .universal import ATTENTION_FUNCTIONS, Call
 from .written import HIDDEN
 
@@ -387,7 +387,7 @@ class Search(Following):
             separable, odd = False, UNSEEN
         norm, seen = None, None
         if may_read(x, waits=True):
-            wide, axis = x.detach().double(), letters.index(feature)
+            wide, axis = in_double(x), letters.index(feature)
             vectors = wide.movedim(axis, -1)
             if flow is not None and flow.places is not None:  # padding has norms of its own
                 vectors = vectors[flow.places.movedim(axis, -1).any(-1)]

@@ -193,9 +193,14 @@ def in_autograd_function() -> bool:
     return False
 
 
+def in_double(x: Tensor) -> Tensor:
+    """Return a tensor in float64, or complex128."""
+    return x.detach().to(torch.complex128 if x.is_complex() else torch.float64)
+
+
 def common_norm(vectors: Tensor, tolerance: float) -> float | None:
     """Return the norm that all vectors [..., D] have; None if norms differ, or all vectors are one."""
-    vectors = vectors.detach().double().flatten(0, -2)
+    vectors = in_double(vectors).flatten(0, -2)
     norms = vectors.norm(dim=-1)
     if len(norms) < 2 or bool(((vectors - vectors[0]).norm(dim=-1) < 1e-3 * norms[0]).all()):
         return None
