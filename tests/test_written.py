@@ -724,6 +724,10 @@ WRONG = {
     "a cap on one of two": ("a sum of its multiples", lambda m, q, k: (x := q @ k.mT * D**-0.5 / 2) + x.tanh()),
     "near bounds": ("clamp", lambda m, q, k: (q @ k.mT * D**-0.5).clamp(-5, 5)),
     "talking heads": ("talking heads", mixed),
+    "talking heads by an MLP": (
+        "talking heads",
+        lambda m, q, k: (((q @ k.mT).movedim(1, -1) @ m.mix).relu() @ m.mix).movedim(-1, 1),
+    ),
     "talking heads by convolution": (
         "talking heads",
         lambda m, q, k: F.conv2d(q @ k.mT * D**-0.5, m.mix[:, :, None, None]),
@@ -846,7 +850,15 @@ def router(m, q, k, v):
     return sum((gates[..., i : i + 1] * v for i in range(3)), torch.zeros(()))
 
 
+def additive(m, q, k, v):
+    return (m.memory[:, :1] @ (q.mean(2, keepdim=True) + k).tanh().mT).softmax(-1).expand(B, H, N, N) @ v
+
+
 LEFT = {
+    "additive attention": additive,
+    "additive attention with a vector": lambda m, q, k, v: (
+        ((q[:, :, :, None] + k[:, :, None]).tanh() @ m.memory[0, 0]).softmax(-1) @ v
+    ),
     "channels": channels,
     "channels of pooled images": lambda m, q, k, v: channels(m, *(F.max_pool2d(x, (2, 1)) for x in (q, k, v))).repeat(
         1, 1, 2, 1

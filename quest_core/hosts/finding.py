@@ -26,6 +26,8 @@ from .written import Product, SoftmaxOf, Written, WrittenOut
 
 UNIVERSAL, WRITTEN_OUT = "universal", "written out"
 """Names of the adapters of what an example finds, as reports have them."""
+MIXES = "it mixes the logits of its heads before the softmax (talking heads)"
+NO_PRODUCT = "its softmax is of no product of two activations"
 
 
 class _OneKey(UnsupportedError):
@@ -69,7 +71,7 @@ class _Judge:
             own = [one for one in frame.softmaxes if one.owner is frame]
             for one in own:
                 if one.projected and not one.terms:
-                    self.left_alone.setdefault(one.place, "its softmax is of no product of two activations")
+                    self.left_alone.setdefault(one.place, NO_PRODUCT)
             try:
                 self._judge_frame(frame, [one for one in own if one.terms])
             except _OneKey as error:
@@ -101,6 +103,8 @@ class _Judge:
                 self.left_alone.setdefault(frame.path, "the softmax of its product is applied to no values")
             elif self._is_over_channels(softmax):
                 self.left_alone.setdefault(frame.path, "it attends over channels, and not over tokens")
+            elif all(_is_additive(flow.origin) for flow in softmax.terms):
+                self.left_alone.setdefault(frame.path, NO_PRODUCT)
             else:
                 for flow in self._content(softmax):
                     roles[flow.origin], one = self._role(softmax, flow)
@@ -159,7 +163,7 @@ class _Judge:
         """
         terms = softmax.terms
         if any(flow.origin.mixes for flow in terms):
-            raise UnsupportedError("it mixes the logits of its heads before the softmax (talking heads)")
+            raise UnsupportedError(MIXES)
         if any(operand.origin in softmax.norms for flow in terms for operand in flow.origin.operands):
             raise UnsupportedError("it adds norms of its queries or keys to their product, as distances do")
         added = [flow for flow in terms if not all(_are_joined(flow, other) for other in terms if other is not flow)]
@@ -227,6 +231,8 @@ class _Judge:
                 raise UnsupportedError(f"{TENSOR} is on its queries or keys, and none makes the scale 1/√D")
             if UNSEEN in (q.odd, k.odd):
                 raise UnsupportedError(f"{UNSEEN} made its queries or keys, and no factor makes the scale 1/√D")
+            if any(origin.learned) and any(one.origin is not None and one.origin.mixes for one in (q, k)):
+                raise UnsupportedError(MIXES)
             raise UnsupportedError("a factor on its queries or keys is followed by more than moves")
         if flow.capped and not _make_scale(head_dim, *factors):
             raise UnsupportedError(
@@ -277,6 +283,14 @@ def _share(one: Operand, other: Operand) -> bool:
     if one.origin is None or one.origin is not other.origin or one.places is None or other.places is None:
         return False
     return bool(torch.isin(one.places[one.places > 0], other.places).any())
+
+
+def _is_additive(origin: Origin) -> bool:
+    """Return whether a product is the last layer of additive attention, v·tanh(q + k), or one with a vector."""
+    if origin.mixes or not any(origin.learned):
+        return False
+    pairs = zip(origin.operands, origin.learned, strict=False)
+    return not origin.operands or any(operand.bent and not learned for operand, learned in pairs)
 
 
 def _are_joined(one: Flow, other: Flow) -> bool:

@@ -40,6 +40,7 @@ from torch.overrides import TorchFunctionMode
 from ..compat import is_eager, may_read, transform
 from ..errors import UnsupportedError
 from .functions import (
+    ACTIVATIONS,
     BOUNDS,
     BY_HAND,
     JOINS,
@@ -113,6 +114,7 @@ class Flow(NamedTuple):
     frames: tuple[Any, ...] = ()  # the modules that were running when it was last multiplied by a number
     shifted: bool = False  # the largest logit of each row, or the like, was subtracted
     capped: bool = False  # logits went through a tanh, between two parts of the factor
+    bent: bool = False  # an activation went through an activation function
     gate: float = 1.0  # the part of the factor in tensors of one entry, which may be gates in a batch of one
 
     def marked(self, why: str | None) -> Flow:
@@ -474,7 +476,7 @@ def _unknown(flow: Flow, name: str) -> Flow:
     """Return a flow through a function that is not known: activations go on, logits and factors are lost."""
     goes_on = flow.origin.is_activation or flow.origin.kind == "parameter"
     if goes_on and flow.factor == 1 and name not in NORMS:
-        return flow
+        return flow._replace(bent=True) if name in ACTIVATIONS else flow
     if name == "tanh" and flow.origin.is_logits and not flow.capped:
         return flow._replace(capped=True)
     if name in BY_HAND and flow.origin.kind == "product" and flow.origin.number < 0:  # its `odd` only names the product

@@ -49,6 +49,10 @@ SHIFTS = _words("max amax logsumexp")
 """Functions whose number of a row changes no softmax of that row if it is subtracted from all of it."""
 NORMS = _words("norm vector_norm linalg_vector_norm square pow")
 """Functions of which norms are made."""
+ACTIVATIONS = _words(
+    "relu relu6 leaky_relu prelu elu selu celu gelu silu mish softplus tanh sigmoid hardtanh hardsigmoid hardswish"
+)
+"""Functions that stand between two layers."""
 BY_HAND = _words("exp exp2 log_softmax gumbel_softmax softmin")
 """Functions that are half a softmax, or another one."""
 PROJECTIONS = {"linear": -1, "conv1d": -2, "conv2d": -3, "conv3d": -4} | {

@@ -90,6 +90,7 @@ class Operand:
     like: Tensor  # without values: has the device and the type
     separable: bool  # whether the factor is known, and on all of it
     odd: str | None  # what stands between the factor and the product
+    bent: bool  # an activation function made it
     origin: Origin | None  # of its projection
 
 
@@ -397,7 +398,8 @@ class Search(Following):
         places = (
             None if flow is None or flow.places is None else flow.places.narrow(letters.index(feature), 0, 1).clone()
         )
-        return Operand(sizes, places, features, factor, norm, seen, x.new_empty(0), separable, odd, origin)
+        bent = flow is not None and flow.bent
+        return Operand(sizes, places, features, factor, norm, seen, x.new_empty(0), separable, odd, bent, origin)
 
     def _note_uses(
         self, pair: Any, letters: tuple[str, str, str] | None, learned: Sequence[bool], out: Tensor
