@@ -728,6 +728,10 @@ WRONG = {
         "talking heads",
         lambda m, q, k: (((q @ k.mT).movedim(1, -1) @ m.mix).relu() @ m.mix).movedim(-1, 1),
     ),
+    "talking heads by two matrices": (
+        "talking heads",
+        lambda m, q, k: ((q @ k.mT).movedim(1, -1) @ m.mix @ m.mix).movedim(-1, 1),
+    ),
     "talking heads by convolution": (
         "talking heads",
         lambda m, q, k: F.conv2d(q @ k.mT * D**-0.5, m.mix[:, :, None, None]),

@@ -220,6 +220,8 @@ class _Judge:
         key = 1 - query
         whole = bool(over) and over <= {*letters[key]} - {*letters[query]}  # and no windows of tokens
         q, k = origin.operands[query], origin.operands[key]
+        if any(origin.learned) and any(one.origin is not None and one.origin.mixes for one in (q, k)):
+            raise UnsupportedError(MIXES)
         if origin.learned[key]:
             raise UnsupportedError("its keys are parameters (a router or a memory)")
         if flow.factor <= 0:
@@ -231,8 +233,6 @@ class _Judge:
                 raise UnsupportedError(f"{TENSOR} is on its queries or keys, and none makes the scale 1/√D")
             if UNSEEN in (q.odd, k.odd):
                 raise UnsupportedError(f"{UNSEEN} made its queries or keys, and no factor makes the scale 1/√D")
-            if any(origin.learned) and any(one.origin is not None and one.origin.mixes for one in (q, k)):
-                raise UnsupportedError(MIXES)
             raise UnsupportedError("a factor on its queries or keys is followed by more than moves")
         if flow.capped and not _make_scale(head_dim, *factors):
             raise UnsupportedError(
@@ -289,8 +289,8 @@ def _is_additive(origin: Origin) -> bool:
     """Return whether a product is the last layer of additive attention, v·tanh(q + k), or one with a vector."""
     if origin.mixes or not any(origin.learned):
         return False
-    pairs = zip(origin.operands, origin.learned, strict=False)
-    return not origin.operands or any(operand.bent and not learned for operand, learned in pairs)
+    made = [one for one, learned in zip(origin.operands, origin.learned, strict=False) if not learned]
+    return not origin.operands or any(one.bent and not (one.origin and one.origin.mixes) for one in made)
 
 
 def _are_joined(one: Flow, other: Flow) -> bool:
