@@ -102,6 +102,8 @@ class Origin:
 
 ACTIVATION = Origin("plain")
 """The origin of an activation of which nothing is known but its factor."""
+BY_ENTRIES = Origin("product")
+"""The key of all products without a number."""
 
 
 class Flow(NamedTuple):
@@ -455,12 +457,14 @@ def _products(flows: Flows) -> set[Origin]:
 
 
 def _merge(flows: list[Flow]) -> Flows:
-    """Return each origin once; activations count as one, and parameters only if nothing else is there."""
+    """Return each origin once; activations count as one, products without a number too, and parameters if alone."""
     found: dict[Origin, Flow] = {}
     for flow in flows:
         if flow.origin.kind == "parameter":
             continue
         key = ACTIVATION if flow.origin.is_activation else flow.origin
+        if key.kind == "product" and key.number < 0:
+            key = BY_ENTRIES
         first = found.setdefault(key, flow)
         if key is not ACTIVATION:
             same = (first.factor, first.capped) == (flow.factor, flow.capped)
