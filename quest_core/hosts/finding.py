@@ -112,8 +112,8 @@ class _Judge:
         for origin in frame.products if roles else ():
             if origin.is_logits and not origin.softmaxes and any(_share_operands(origin, role) for role in roles):
                 raise UnsupportedError(
-                    "it also multiplies its queries and keys without a softmax, as to choose among them (Informer), and "
-                    "that product would stay the host's"
+                    "it also multiplies its queries and keys without a softmax, as to choose among them (Informer), "
+                    "and that product would stay the host's"
                 )
         if roles:
             site, known = self._site(frame, roles, found), self.sites.get(frame.path)

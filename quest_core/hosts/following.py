@@ -457,7 +457,10 @@ def _products(flows: Flows) -> set[Origin]:
 
 
 def _merge(flows: list[Flow]) -> Flows:
-    """Return each origin once; activations count as one, products without a number too, and parameters if alone."""
+    """Return each origin once; activations count as one, and so do products without a number.
+
+    Parameters count only if nothing else is there.
+    """
     found: dict[Origin, Flow] = {}
     for flow in flows:
         if flow.origin.kind == "parameter":
