@@ -23,7 +23,7 @@ class MultiheadAttention(Projected, nn.MultiheadAttention):
     works without an `attn_mask`; and with fewer key/value heads (gqa, mqa) or key features (aft-conv) the projections
     are smaller, and a checkpoint of the full size is pooled on load.
 
-    PyTorch's native fast paths, which read the weights and bypass `forward`, apply to `standard` alone.
+    None of PyTorch's native fast paths, which read the weights and bypass `forward`, can apply to it.
     """
 
     projections = (
@@ -212,12 +212,8 @@ class MultiheadAttention(Projected, nn.MultiheadAttention):
 
 
 def leave_native_path(mechanism: Mechanism) -> None:
-    """Give a mechanism a hook that does nothing, because nn.TransformerEncoderLayer bypasses layers without hooks.
-
-    `standard` is what that computes; a Monitor has hooks of its own.
-    """
-    if not mechanism.is_standard:
-        mechanism.register_forward_pre_hook(_nothing)
+    """Give a mechanism a hook that does nothing, because nn.TransformerEncoderLayer bypasses layers without hooks."""
+    mechanism.register_forward_pre_hook(_nothing)
 
 
 def _nothing(module: nn.Module, inputs: Any) -> None:

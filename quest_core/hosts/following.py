@@ -116,7 +116,7 @@ class Flow(NamedTuple):
     frames: tuple[Any, ...] = ()  # the modules that were running when it was last multiplied by a number
     shifted: bool = False  # the largest logit of each row, or the like, was subtracted
     capped: bool = False  # logits went through a tanh, between two parts of the factor
-    bent: bool = False  # an activation went through an activation function
+    bent: bool = False  # one of `ACTIVATIONS` was applied since
     gate: float = 1.0  # the part of the factor in tensors of one entry, which may be gates in a batch of one
 
     def marked(self, why: str | None) -> Flow:

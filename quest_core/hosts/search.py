@@ -90,7 +90,7 @@ class Operand:
     like: Tensor  # without values: has the device and the type
     separable: bool  # whether the factor is known, and on all of it
     odd: str | None  # what stands between the factor and the product
-    bent: bool  # an activation function made it
+    bent: bool  # see `Flow`
     origin: Origin | None  # of its projection
 
 

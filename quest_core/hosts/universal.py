@@ -78,7 +78,7 @@ class Call(Found):
         )
 
     def join(self, other: Call) -> Call:
-        """Return what two calls have in common, as for any attention; of key/value heads the most (see `_attend`)."""
+        """Return what two calls have in common; `_attend` repeats keys and values that have fewer heads."""
         fewer, most = sorted((self.kv_heads, other.kv_heads))
         if most % fewer == 0:
             self, other = (replace(one, kv_heads=most) for one in (self, other))
