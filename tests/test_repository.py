@@ -318,7 +318,7 @@ def test_a_path_chooses_the_environments_of_its_own():
     core, mmseg, other = (
         str(ROOT / path) for path in ("tests/test_config.py", "plugins/quest-mmseg/tests", "integration_tests/gpu")
     )
-    chosen = environments.selection([core, "-k", "grammar", f"{mmseg}/"])
+    chosen = environments.selection([core, "-k", "mistake", f"{mmseg}/"])
     assert chosen == {"core": [core], "quest-mmseg": [f"{mmseg}/"]}
     everywhere = environments.selection([f"{core}::test_grammar", mmseg, other], everywhere=True)
     assert everywhere["core"] == [f"{core}::test_grammar", other]
@@ -326,6 +326,12 @@ def test_a_path_chooses_the_environments_of_its_own():
     assert everywhere["quest-mmseg-onedl"] == [mmseg]
     assert "quest-tsai" not in everywhere
     assert not environments.selection(["--co"], everywhere=True)
+
+
+@pytest.mark.parametrize("page", ["dev", "CONTRIBUTING.md", "docs/development.md"])
+def test_the_example_of_one_test_selects_a_test(page):
+    path, word = re.search(r"\./dev test (\S+) -k (\w+)", (ROOT / page).read_text()).groups()
+    assert re.search(rf"^def test_\w*{word}", (ROOT / path).read_text(), re.MULTILINE)
 
 
 def test_an_integration_test_runs_in_the_environment_that_it_declares():
