@@ -3,14 +3,17 @@
 import math
 import random
 import resource
+import runpy
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import quest_suites
 from quest_bench.worker import describe_error
 from quest_core.errors import PluginError
 from quest_suites.contract import (
@@ -55,6 +58,12 @@ def test_a_state_that_cannot_be_written_keeps_the_one_before(cell):
     assert describe_error(caught.value) == "OSError: File too large"
     assert load_state(cell) == {"losses": [1.0]}
     assert len([*cell.workdir.iterdir()]) == 1
+
+
+def test_every_suite_declares_how_the_reported_epoch_is_selected():
+    for path in Path(quest_suites.__file__).parent.glob("*/suites.py"):
+        for name, facts in runpy.run_path(str(path))["SUITES"].items():
+            assert "selection" in facts or "select" in [option["name"] for option in facts["options"]], name
 
 
 @pytest.mark.parametrize("change", [{"attention": "standard"}, {"seed": 1}, {"options": {"epochs": 4}}])

@@ -15,6 +15,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "heads": 4,
         "metric": "accuracy",
         "unit": "%",
+        "selection": "last",
         "options": [
             whole("steps", 600, "training steps of 64 images"),
             number("lr", 0.001, "learning rate of AdamW"),

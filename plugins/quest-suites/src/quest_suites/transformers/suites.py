@@ -14,6 +14,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "tasks": ["gpt2", "llama"],
         "heads": 4,
         "metric": "perplexity",
+        "selection": "last",
         "higher_is_better": False,
         "options": [
             whole("steps", 800, "training steps"),
