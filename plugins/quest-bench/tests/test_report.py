@@ -326,6 +326,12 @@ def test_only_tested_comparisons_are_counted(fake, attentions, seeds, words):
         assert f"the p-values of the {words} of this report" in Path("out", page).read_text(encoding="utf-8")
 
 
+def test_a_report_without_standard_names_the_option_that_compares(fake):
+    write_results(Path("out"), [], {"quest": SCORES["quest"]})
+    (group,) = read_groups(Path("out"), "standard")
+    assert "quest bench report --baseline NAME" in group.conclusion
+
+
 def test_curves_do_not_jump_where_a_seed_stops_early():
     """A seed keeps its last value; a value that is not finite is left out."""
     found = charts._band("quest", [[1.0], [3.0, 5.0, 7.0], [2.0, math.inf, 1.0]], 200)

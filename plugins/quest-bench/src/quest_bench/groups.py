@@ -135,7 +135,8 @@ class Group:
         """The finding in one sentence."""
         compared = [row for row in self.rows if row.comparison and row.comparison.test]
         if not compared:
-            missing = "" if self.row(self.baseline) else f", because {self.baseline} was not run"
+            hint = "quest bench report --baseline NAME compares with another"
+            missing = "" if self.row(self.baseline) else f", because {self.baseline} was not run ({hint})"
             return f"Nothing is compared with {self.baseline}{missing}."
         parts = []
         for word, mark in (("better", "▲"), ("worse", "▼")):
