@@ -135,6 +135,12 @@ def test_doctor_takes_whole_seconds(seconds, capsys):
     assert re.search(rf"--timeout.* {seconds}\b|'{seconds}'", capsys.readouterr().err)
 
 
+def test_quest_without_a_command_lists_the_commands(capsys):
+    with pytest.raises(SystemExit, match="^0$"):
+        cli.main([])
+    assert "doctor" in capsys.readouterr().out
+
+
 def test_list_names_mechanisms_and_check_explains_them(capsys):
     assert cli.main(["list"]) == 0
     listed = capsys.readouterr().out

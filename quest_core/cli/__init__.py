@@ -53,7 +53,7 @@ def _run(arguments: list[str]) -> int:
         raise QuestError("`quest bench` is a package of its own; pip install quest-bench quest-suites")
     if command and not command.startswith("-") and command not in own:
         raise QuestError(f"no command '{command}'; {one_of(command, [*own, *points])}")
-    chosen, unknown = parser.parse_known_args(arguments)
+    chosen, unknown = parser.parse_known_args(arguments or ["--help"])
     if unknown:
         own[chosen.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     action: Callable[[argparse.Namespace], int] = chosen.action
