@@ -4,8 +4,6 @@ uv makes the environments that devtools/environments.py lists. An environment is
 constraints or Python change; delete .nox/<name> to have one made again.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import atexit

@@ -1,7 +1,5 @@
 """What a plugin's tests need for its benchmark suites."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Shipped configs of QUEST offer a second attention in a comment: the same one with a start of its own."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -11,8 +11,6 @@
 `python -m devtools.environments` prints the names as JSON; --all adds the further ones.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The attention of a training in float64, and what hosts' loggers show of it, for tests that compare them."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The outcome of the loaders of a host with a checkpoint of another attention; the table is in docs/checkpoints.md."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path

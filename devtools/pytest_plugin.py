@@ -15,8 +15,6 @@
   others are marked `slow`.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import random

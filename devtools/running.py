@@ -1,7 +1,5 @@
 """Run commands and test suites, and count their results. Standard library only."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import os

@@ -4,8 +4,6 @@ A plugin's tests call `check` with a function that gives a loss. The outcomes li
 which docs/generate.py makes the table. QUEST_WRITE_SUPPORT=1 writes that file.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json

@@ -1,7 +1,5 @@
 """What the installed PyTorch is too old for, as reasons to skip tests. The pytest plugin applies them."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Keys of a host's configuration that are wrong in every host, and what the one error says (a regular expression)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 WRONG: list[tuple[dict[str, Any], str]] = [

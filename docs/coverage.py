@@ -10,8 +10,6 @@ Models are tiny, or built on the meta device where they cannot be, and have rand
 of its own with a time limit. The exit status is 1 if a model is lost that the data had as taken.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import csv

@@ -3,8 +3,6 @@
 Each function returns, by the name of a model, what builds the model and its inputs, as `quest_core.inject` takes them.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import functools

@@ -4,8 +4,6 @@ python docs/figures.py                 every figure
 python docs/figures.py logits [RUN]    the largest logit in training, of the committed run or of your own
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

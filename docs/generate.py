@@ -4,8 +4,6 @@ python docs/generate.py            write them
 python docs/generate.py --check    exit 1 if what is there differs
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import sys

@@ -1,7 +1,5 @@
 """Shows `>>>` lines of a docstring as code, wherever they stand; Markdown would take them for quotations."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -7,8 +7,6 @@ page may link to any file of the repository by its path, to a page of the site b
 GitHub. This hook turns the first two into links within the site where the site has the file.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import inspect

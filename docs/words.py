@@ -4,8 +4,6 @@ Readers are engineers in a hurry, most of them not native speakers. The subject 
 verb says what it does.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

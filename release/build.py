@@ -9,8 +9,6 @@ Without --dry-run the git tree must also be clean and tagged; the distributions 
 .github/workflows/release.yml does.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import hashlib

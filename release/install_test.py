@@ -16,8 +16,6 @@ the order of the README, in one shell:
 Only the standard library and devtools are imported.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

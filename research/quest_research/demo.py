@@ -7,8 +7,6 @@
 The images are the handwritten digits of scikit-learn. The first sentence that is printed is computed from the cells.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 from collections.abc import Sequence

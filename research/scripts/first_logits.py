@@ -9,8 +9,6 @@ the standard deviation of a query's logits over the keys that it sees, and how f
 log N, which is that of N equal weights. Both are averaged over queries and heads of a layer.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import importlib.util

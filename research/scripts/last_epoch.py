@@ -1,7 +1,5 @@
 """Compare the last epochs of the cells in results.parquet, paired by seed, with Holm's correction."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

@@ -6,8 +6,6 @@ which the softmax ignores: `numerical` counts the singular values above a hundre
 exponential of the entropy of their shares (Roy and Vetterli, 2007). `weights` is the latter of the causal weights.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

@@ -8,8 +8,6 @@ combinations is one value. Holm's method corrects all means of the tables by met
 of QK-clip's table. Single combinations are tested in their own reports.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

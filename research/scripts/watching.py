@@ -8,8 +8,6 @@ A measured step is compared at full size. Every step costs a fixed time per laye
 so it is measured with five tokens. The last column is the sum of both for `every=100`.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 import time

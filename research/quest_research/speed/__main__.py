@@ -1,7 +1,5 @@
 """The time of attentions against their peers, which `quest bench` does not run: `python -m quest_research.speed`."""
 
-from __future__ import annotations
-
 import sys
 
 from .speed import main

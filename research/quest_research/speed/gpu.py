@@ -4,8 +4,6 @@ A cell times one attention at one length. All contenders take turns in shuffled 
 of them alike, and each round gives one ratio for each.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import random

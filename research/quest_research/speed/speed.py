@@ -5,8 +5,6 @@ that slows down for a while slows all of them. Every call gets fresh tensors, as
 of threads is measured in a process of its own, because thread pools keep the first number that they see.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes
@@ -82,7 +80,7 @@ class Plan:
     rounds: int = 31  # how often each contender takes its turn, at least 2
     slice_seconds: float = 0.03  # that one turn lasts
 
-    def smoke(self) -> Plan:
+    def smoke(self) -> "Plan":
         """The same at small sizes, for seconds; the numbers mean nothing."""
         shapes = tuple((max(1, b // 4), h, max(8, n // 8), d) for b, h, n, d in self.shapes)
         linear = self.linear_shape and (1, 8, 512, 64)

@@ -7,8 +7,6 @@ slows both. Processor seconds are counted, because others may use the machine. B
 path and time what it asks on standard input; there it imports only torch and quest_core.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes

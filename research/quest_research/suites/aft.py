@@ -8,8 +8,6 @@ changes. The epoch with the best validation is kept, and its bits per byte or pi
 Windows are compared by attentions, such as ``aft-simple,aft-local(window=8),aft-local(window=32)``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from functools import partial

@@ -5,8 +5,6 @@ the same batches in the same order: with standard attention; with QUEST by `ques
 `quest_core.calibrate`. Nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import statistics

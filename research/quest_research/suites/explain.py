@@ -14,8 +14,6 @@ queries are averaged. A map is interpolated to pixels (bilinear), scaled to 0..1
 QUEST. All test images count, also those that are classified wrongly.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

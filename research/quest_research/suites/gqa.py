@@ -11,8 +11,6 @@ A cell with multi-head attention is trained for the same steps without pooling. 
 the last step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

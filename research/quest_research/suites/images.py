@@ -19,8 +19,6 @@ these validation images; the test images choose nothing. With the option `rates`
 learning rate so, for each attention and seed. A run whose loss is not finite ends, and counts as diverged.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import math
@@ -297,7 +295,7 @@ def tested(model: nn.Module, found: Fit, test: Split, guess: float) -> Trained:
     return Trained(accuracy(model, *test), max(found.series["validation"]), found.series)
 
 
-def build(attention: str, data: Images, options: Mapping[str, Any], drop: float = 0.0) -> VisionTransformer:
+def build(attention: str, data: "Images", options: Mapping[str, Any], drop: float = 0.0) -> VisionTransformer:
     """Return the model of the options patch, width, layers and heads, with the statistics of the training images."""
     images = data.train[0]
     channels, *size = images.shape[1:]

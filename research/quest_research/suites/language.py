@@ -1,7 +1,5 @@
 """A small causal language model and its texts, which several suites train on."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pydoc_data.topics import topics

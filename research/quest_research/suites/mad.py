@@ -19,8 +19,6 @@ width 32 for 128, 800 steps of 32 sequences for 20,000 of 128 (memorization 400)
 - MAD's variations of length, vocabulary, noise and training data are left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from random import Random

@@ -9,8 +9,6 @@ A task "D=16" gives the heads 16 features each; the width of the model stays. A 
 several learning rates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

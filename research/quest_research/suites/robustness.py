@@ -20,8 +20,6 @@ Corruptions are those of the package imagecorruptions-imaug, attacks those of to
 same for all attentions and seeds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -9,8 +9,6 @@ of Python's documentation topics; its accuracy is that of the next character in 
 Warm-up, depth, precision and QK-clip are options, for example `--set warmup=0,100 --set layers=4,12`.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -32,8 +32,6 @@ The paper leaves open, and this suite chooses:
 - The initial scale of the QK norms is an option of the attention: "qknorm-hs(init=1)".
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterable, Sequence

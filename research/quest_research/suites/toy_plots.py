@@ -1,7 +1,5 @@
 """The plots of toy/spurious: its details and series, drawn as in the paper's figures 3 and A2."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

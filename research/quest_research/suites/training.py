@@ -1,7 +1,5 @@
 """Train a small model in phases of epochs, each of which continues after a kill."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ and the same products. A cell trains one attention at each of several learning r
 the one that is best in validation. All attentions see the same pieces of the text in the same order.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 python research/results/training-step/tables.py runs/training-step
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

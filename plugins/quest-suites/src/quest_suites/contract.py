@@ -10,8 +10,6 @@ Functions for suites: `save_state` and `load_state` let a killed cell continue, 
 framework's own training script. :mod:`quest_suites.timing` times a step against the host's own.
 """
 
-from __future__ import annotations
-
 import importlib
 import io
 import itertools

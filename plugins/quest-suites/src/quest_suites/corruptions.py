@@ -1,7 +1,5 @@
 """The common corruptions of Hendrycks and Dietterich (ICLR 2019), as imagecorruptions-imaug draws them."""
 
-from __future__ import annotations
-
 import random
 import zlib
 

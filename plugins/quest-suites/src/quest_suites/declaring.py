@@ -1,7 +1,5 @@
 """What suites are declared with. Standard library only, because `quest bench ls` imports no framework."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

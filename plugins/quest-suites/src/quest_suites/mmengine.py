@@ -1,7 +1,5 @@
 """Cells that mmengine's own Runner trains: of quest_suites.mmseg and quest_suites.mmdet."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import uuid

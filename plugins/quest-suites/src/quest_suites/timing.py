@@ -1,7 +1,5 @@
 """The time and memory of a step against the host's own, for benchmark suites."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import math

@@ -1,7 +1,5 @@
 """Texts for the language-modelling suites: Python's documentation, byte pairs, and the word-swap attack."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re

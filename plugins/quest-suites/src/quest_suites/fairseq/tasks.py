@@ -5,8 +5,6 @@ evaluates the best checkpoint with fairseq-eval-lm's, on the test text and on co
 The same words are swapped for every attention and seed.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

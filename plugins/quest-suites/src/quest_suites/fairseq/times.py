@@ -1,7 +1,5 @@
 """time/fairseq: a training step (forward, loss, backward, Adam) and decoding of a language model of fairseq."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Translation of Multi30k, English to German, by fairseq's own preprocessing, training and generation."""
 
-from __future__ import annotations
-
 import gzip
 import statistics
 from pathlib import Path

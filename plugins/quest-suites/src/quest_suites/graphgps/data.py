@@ -4,8 +4,6 @@ The generator is that of Dwivedi et al., "Benchmarking Graph Neural Networks" (J
 a set depends only on its seed and sizes; it is not the set of files that the authors published.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import math

@@ -8,8 +8,6 @@ checkpoint of one loads into the other.
 Importing it together with GraphGPS raises PluginError, because both register the same names.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterable, Sequence

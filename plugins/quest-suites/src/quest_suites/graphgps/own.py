@@ -4,8 +4,6 @@ Each cell is one run of main.py in a folder of the cell. Metrics are read from t
 each split. GraphGym's own checkpoints let a stopped cell continue at its last epoch.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

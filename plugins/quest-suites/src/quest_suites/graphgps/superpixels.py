@@ -4,8 +4,6 @@ Their files are a download. Here scikit-image segments the images again, as its 
 each split has as many nodes as the published one (110, 123 and 118). Nodes are in another random order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -7,8 +7,6 @@ Differences from the paper's runs: PATTERN and CLUSTER are drawn from their publ
 published files; the network is `quest_suites.graphgps.gps`, whose parameters match GraphGPS's one by one.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import shutil

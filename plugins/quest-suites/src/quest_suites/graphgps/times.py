@@ -5,8 +5,6 @@ layer packs ragged batches; the option `packing` forces or forbids it. A task is
 prefix gps- a model of PyTorch Geometric's GPSConv layers, which add a graph convolution to it.
 """
 
-from __future__ import annotations
-
 import re
 
 import torch

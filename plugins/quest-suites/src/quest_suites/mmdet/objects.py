@@ -3,8 +3,6 @@
 python -m quest_suites.mmdet.objects data/objects --train 512 --validation 64
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

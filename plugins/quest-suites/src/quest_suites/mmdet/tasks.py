@@ -1,7 +1,5 @@
 """det/objects: a detector trained and evaluated by mmengine's own Runner on generated images."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """time/mmdet: a training step of the small Deformable DETR (forward, losses, backward, SGD), against stock mmdet's."""
 
-from __future__ import annotations
-
 import logging
 
 import torch

@@ -5,8 +5,6 @@ at severities 1 to 3 because stronger noise leaves little of an image, all other
 the mean over its severities.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ object: colors, stripes and light are random. Labels are those of ADE20K, so its
     python -m quest_suites.mmseg.scenes data/scenes --train 256 --validation 64
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from pathlib import Path

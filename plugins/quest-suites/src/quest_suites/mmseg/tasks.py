@@ -4,8 +4,6 @@ Corrupted data follow the protocol in quest_suites.mmseg.corruptions. Every cell
 with the options of the suite applied.
 """
 
-from __future__ import annotations
-
 import statistics
 from pathlib import Path
 from typing import Any

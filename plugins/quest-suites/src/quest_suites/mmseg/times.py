@@ -1,7 +1,5 @@
 """time/mmseg: a training step of Segmenter (forward, loss, backward, SGD), against one of stock mmsegmentation."""
 
-from __future__ import annotations
-
 import logging
 
 import torch

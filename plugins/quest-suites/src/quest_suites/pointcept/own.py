@@ -4,8 +4,6 @@ Each cell is one run in a folder of the cell. Metrics are read from Pointcept's 
 continues from Pointcept's own model_last.pth, which is written after each epoch.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

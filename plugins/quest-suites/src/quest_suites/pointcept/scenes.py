@@ -8,8 +8,6 @@ context separates them (a sidewalk lies between street and buildings).
 Synthetic data; numbers are not comparable with nuScenes. Its noise is jitter of two centimeters and lost returns.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 Pointcept's own classes build both, so the run takes every step of a long one.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

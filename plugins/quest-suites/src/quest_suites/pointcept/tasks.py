@@ -6,8 +6,6 @@ flips and scales, one point of each voxel. Model and scenes are small, so a cell
 same learning rate as the rest. Scenes are the same for all cells; the seed sets weights, order and augmentation.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple

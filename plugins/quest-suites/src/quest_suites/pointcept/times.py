@@ -3,8 +3,6 @@
 Stock is torch-pointcloud's model with its own attention. Model and scenes are those of points/scenes.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -4,8 +4,6 @@ Images are generated, so nothing is downloaded and nothing can be overfitted. Sy
 published results.
 """
 
-from __future__ import annotations
-
 import timm
 import torch
 import torch.nn.functional as F

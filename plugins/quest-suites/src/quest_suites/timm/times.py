@@ -4,8 +4,6 @@ timm's models have 2 or 4 layers. timm's fused attention is on for all of them, 
 CrossViT has none.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The suites of this plugin as data."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from quest_suites.declaring import number, timing_suite, whole

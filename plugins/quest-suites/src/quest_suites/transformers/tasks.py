@@ -3,8 +3,6 @@
 The text is pydoc_data.topics of the standard library, so nothing is downloaded. Every tenth piece of it is held out.
 """
 
-from __future__ import annotations
-
 from pydoc_data.topics import topics
 from typing import Any
 

@@ -4,8 +4,6 @@ Sizes: 4 layers (2 and 2 in encoder-decoders) of width 256, 4 sequences of 256 t
 of the tasks decode-* have width 512 and a cache of 2048 tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

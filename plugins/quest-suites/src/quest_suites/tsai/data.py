@@ -5,8 +5,6 @@ in its sub-folder NAME. A parquet file has one row a series: a column ``label``,
 each feature.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ The library is read from a clone, because it is not a package. Each cell runs it
 the model and the optimizer, `inject` replaces the attention. Depth and heads are those of the library's scripts.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

@@ -5,8 +5,6 @@ kHz. Those numbered 0 to 4 are its official test. A series has 32 bands of 125 H
 of 32 ms, every 16 ms. What comes after the first second, which 20 recordings have, is cut off.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import wave

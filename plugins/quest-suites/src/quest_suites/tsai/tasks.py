@@ -17,8 +17,6 @@ initialization. Series of unequal length are padded with zeros after standardisa
 architecture as in the library; tsai's TSTPlus gets NaN there and masks it.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """time/tsai: an epoch of TSTPlus in tsai's own learner, against an epoch with tsai's own attention."""
 
-from __future__ import annotations
-
 import numpy as np
 from tsai.basics import TSClassification, TSClassifier
 
