@@ -203,6 +203,41 @@ def accuracy(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
     return 100 * sum(int((model(x).argmax(-1) == y).sum()) for x, y in pieces) / int((labels != IGNORED).sum())
 
 
+def at_rates(
+    cell: Cell,
+    options: Mapping[str, Any],
+    lowest: float,
+    splits: Sequence[Split],
+    make: Callable[[], nn.Module],
+    how: Callable[[nn.Module], Mapping[str, Any]],
+    guess: float,
+    progress: Progress,
+) -> dict[str, Trained]:
+    """Train a classifier from the same weights at each of the rates of `sweep`, and test its best epoch.
+
+    Args:
+        options: those of `classify`, and rates, their number.
+        splits: training, validation and test.
+        make: returns a model.
+        how: returns further arguments of `classify` for a model.
+        guess: the accuracy of guessing, which a rate that diverges has.
+    """
+    train, validation, test = splits
+
+    def once(rate: float, name: str, progress: Progress) -> Trained:
+        torch.manual_seed(cell.seed)
+        model = make()
+        more = how(model)
+        held = {"validation": validation}
+        found = classify(cell, name, model, train, held, options, rate=rate, progress=progress, **more)
+        if found.diverged:
+            return Trained(guess, guess, found.series, diverged=True)
+        model.load_state_dict(found.weights)
+        return Trained(accuracy(model, *test), max(found.series["validation"]), found.series)
+
+    return sweep(lowest, options["rates"], once, progress)
+
+
 # --- the suites -----------------------------------------------------------------------------------------------------
 
 
@@ -263,36 +298,16 @@ def recipe(cell: Cell, progress: Progress) -> Result:
     options = {**cell.options, **(SMOKE if cell.smoke else {})}
     data = load(cell.data, options, torch.Generator().manual_seed(cell.seed))
     deit = cell.task == "deit"
+    make = partial(build, cell.attention, data, options, drop=0.1 if deit else 0.0)
 
-    def train(rate: float, name: str, progress: Progress) -> Trained:
+    def how(model: nn.Module) -> dict[str, Any]:
         draw = torch.Generator().manual_seed(cell.seed)
-        torch.manual_seed(cell.seed)
-        model = build(cell.attention, data, options, drop=0.1 if deit else 0.0)
-        found = classify(
-            cell,
-            name,
-            model,
-            data.train,
-            {"validation": data.validation},
-            options,
-            rate=rate,
-            draw=draw,
-            progress=progress,
-            precision=options["precision"],
-            clip=math.inf if deit else 1.0,
-            change=partial(augment, classes=data.classes, draw=draw) if deit else None,
-        )
-        return tested(model, found, data.test, guess=math.nan)
+        change = partial(augment, classes=data.classes, draw=draw) if deit else None
+        clip = math.inf if deit else 1.0
+        return {"draw": draw, "precision": options["precision"], "clip": clip, "change": change}
 
-    return at_best_rate(sweep(options["rate"], options["rates"], train, progress))
-
-
-def tested(model: nn.Module, found: Fit, test: Split, guess: float) -> Trained:
-    """Return the accuracy of the epoch that `classify` chose; both are `guess`, that of guessing, if it diverged."""
-    if found.diverged:
-        return Trained(guess, guess, found.series, diverged=True)
-    model.load_state_dict(found.weights)
-    return Trained(accuracy(model, *test), max(found.series["validation"]), found.series)
+    splits = (data.train, data.validation, data.test)
+    return at_best_rate(at_rates(cell, options, options["rate"], splits, make, how, math.nan, progress))
 
 
 def build(attention: str, data: "Images", options: Mapping[str, Any], drop: float = 0.0) -> VisionTransformer:

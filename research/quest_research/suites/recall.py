@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quest_core.errors import ConfigError
-from quest_suites.contract import Cell, Progress, Result, Trained, observe, over_rates, sweep
+from quest_suites.contract import Cell, Progress, Result, observe, over_rates
 
-from .images import IGNORED, Split, classify, tested
+from .images import IGNORED, Split, at_rates
 from .language import CONTEXT, LanguageModel, heads_of
 
 POWER = 0.01
@@ -75,25 +75,8 @@ def learn(
         What `over_rates` returns, the accuracies being those of the answers, with series of each epoch:
         ``validation/lr=R``, ``entropy/lr=R`` of the weights (nats), ``max_logit/lr=R`` and so on.
     """
-    train, validation, test = splits
-
-    def once(rate: float, name: str, progress: Progress) -> Trained:
-        torch.manual_seed(cell.seed)
-        model = make()
-        found = classify(
-            cell,
-            name,
-            model,
-            train,
-            {"validation": validation},
-            options,
-            rate=rate,
-            progress=progress,
-            watch=lambda model: observe(model, validation[0][:64]),
-        )
-        return tested(model, found, test, guess=0.0)
-
-    return over_rates(sweep(options["lowest"], options["rates"], once, progress))
+    watch = {"watch": lambda model: observe(model, splits[1][0][:64])}
+    return over_rates(at_rates(cell, options, options["lowest"], splits, make, lambda model: watch, 0.0, progress))
 
 
 def sequences(count: int, pairs: int, vocabulary: int, draw: torch.Generator) -> Split:

@@ -21,10 +21,10 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import quest_core
-from quest_suites.contract import Cell, Progress, Result, Trained, observe, over_rates, sweep
+from quest_suites.contract import Cell, Progress, Result, observe, over_rates
 
 from . import images
-from .images import Split, classify, tested
+from .images import Split, at_rates
 from .language import CONTEXT, LanguageModel, corpus, windows
 
 EVERY = 10
@@ -72,12 +72,10 @@ def run(cell: Cell, progress: Progress) -> Result:
     if cell.smoke:
         options |= {"train": 128, "validation": 64, "test": 128, "epochs": 1, "layers": 2, "rates": 2}
     draw = torch.Generator().manual_seed(cell.seed)
-    training, validation, test, make, guess = {"vit": vit, "pydocs": pydocs}[cell.task](cell, options, draw)
-    probe = validation[0][:128]
+    *splits, make, guess = {"vit": vit, "pydocs": pydocs}[cell.task](cell, options, draw)
+    probe = splits[1][0][:128]
 
-    def train(rate: float, name: str, progress: Progress) -> Trained:
-        torch.manual_seed(cell.seed)
-        model = make()
+    def how(model: nn.Module) -> dict[str, Any]:
         watch = quest_core.Watch(model, every=EVERY)
         clip = quest_core.QKClip(model, options["qk_clip"]) if options["qk_clip"] else None
         logits: list[float] = []
@@ -93,23 +91,10 @@ def run(cell: Cell, progress: Progress) -> Result:
             seen, logits[:] = logits[:], []
             return {**observe(model, probe), "training_logit": seen}
 
-        found = classify(
-            cell,
-            name,
-            model,
-            training,
-            {"validation": validation},
-            options,
-            rate=rate,
-            draw=torch.Generator().manual_seed(cell.seed),
-            progress=progress,
-            precision=options["precision"],
-            watch=look,
-            after=after,
-        )
-        return tested(model, found, test, guess)
+        same = torch.Generator().manual_seed(cell.seed)  # the order of samples
+        return {"draw": same, "precision": options["precision"], "watch": look, "after": after}
 
-    return over_rates(sweep(options["lowest"], options["rates"], train, progress))
+    return over_rates(at_rates(cell, options, options["lowest"], splits, make, how, guess, progress))
 
 
 def plots(rows: pd.DataFrame, results: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, Figure]]:
