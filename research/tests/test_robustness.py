@@ -75,12 +75,9 @@ def test_the_square_is_at_the_place_of_the_class_or_of_another():
 
 def test_a_missing_package_is_named_with_its_command(data, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchattacks", None)
-    monkeypatch.setitem(sys.modules, "imagecorruptions", None)
     monkeypatch.setattr(robustness, "classify", _no_training)
     with pytest.raises(PluginError, match="pip install --no-deps torchattacks"):
         run(cell(SUITE, "attacks", data=data))
-    with pytest.raises(PluginError, match="pip install imagecorruptions-imaug"):
-        run(cell(SUITE, "fog", data=data))
 
 
 def _no_training(*_, **__):

@@ -22,6 +22,7 @@ same for all attentions and seeds.
 
 import math
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -65,7 +66,9 @@ def run(cell: Cell, progress: Progress) -> Result:
         trainings["fog"] = lambda split: (corrupt(split[0], "fog", options["severity"]), split[1])
     if cell.task == "patch":
         trainings = {"patch": lambda split: patch(split, data.classes, options["share"])}
-    require(cell.task)
+    if cell.task in ("attacks", "autoattack") and find_spec("torchattacks") is None:  # seen before the training
+        # It declares torchvision and requests 2.25, which it does not import.
+        raise PluginError(f"task '{cell.task}' needs torchattacks; pip install --no-deps torchattacks")
 
     torch.manual_seed(cell.seed)
     model = build(cell.attention, data, options)
@@ -120,19 +123,6 @@ def run(cell: Cell, progress: Progress) -> Result:
         series,
         {"best_epochs": {name: found.selected + 1 for name, found in done.items()}},
     )
-
-
-def require(task: str) -> None:
-    """Raise PluginError if the package that a task needs is not installed."""
-    try:
-        if task in ("fog", "corruptions"):
-            import imagecorruptions  # noqa: F401
-        if task in ("attacks", "autoattack"):
-            import torchattacks  # noqa: F401
-    except ImportError as error:
-        # torchattacks declares torchvision and requests 2.25, which it does not import.
-        package = "imagecorruptions-imaug" if task in ("fog", "corruptions") else "--no-deps torchattacks"
-        raise PluginError(f"task '{task}' of robustness/images: {error}; pip install {package}") from error
 
 
 def corrupt(images: Tensor, name: str, severity: int) -> Tensor:
