@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import pytest
 
 from quest_core import AttentionConfig, ConfigError
-from quest_core.registry import Option
 from quest_suites.contract import Cell, Result, Run
 
 ROOT = Path(__file__).parents[1]
@@ -47,20 +46,8 @@ def smoke_cell(
 class HostSuites:
     """Tests of the suites of a host: inherit it as `TestSuites`."""
 
-    declared: ClassVar[Mapping[str, Mapping[str, Any]]]
     committed: ClassVar[tuple[str, ...]]  # those whose committed commands run, shortened
     places: ClassVar[tuple[str, ...]] = ("research/results",)  # folders with these commands
-
-    def test_options_of_suites_take_their_defaults(self) -> None:
-        assert self.declared in [point.load() for point in entry_points(group="quest.suites")]
-        kinds = {"int": int, "float": float, "str": str, "bool": bool}
-        for suite, info in self.declared.items():
-            for said in info["options"]:
-                more = {"choices": tuple(said.get("choices", ())), "nullable": said.get("nullable", False)}
-                rule = Option(
-                    said["name"], kinds[said["kind"]], said["default"], said["doc"], said.get("minimum"), **more
-                )
-                assert rule.check(said["default"], suite) == said["default"]
 
     @pytest.mark.slow
     @pytest.mark.timeout(900)

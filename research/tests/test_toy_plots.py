@@ -1,11 +1,13 @@
 """The toy's own plots, from made-up results of the shape that the suite returns; and its declared options."""
 
+from importlib.metadata import entry_points
+
 import matplotlib as mpl
 import pandas as pd
+import pytest
 
 from quest_bench.plan import Record, Suite, parse_settings, write_value
 from quest_bench.report import STYLE
-from quest_research.suites.suites import SUITES
 from quest_research.suites.toy_plots import KINDS, OUTCOMES, plots
 
 
@@ -37,8 +39,9 @@ def test_plots_show_success_outcomes_and_norms():
     assert [text.get_text() for text in norms.axes[0].texts] == ["no such model"]
 
 
-def test_declared_defaults_are_allowed_values():
-    for name, info in SUITES.items():
+@pytest.mark.parametrize("point", entry_points(group="quest.suites"), ids=lambda point: point.name)
+def test_declared_defaults_are_allowed_values(point):
+    for name, info in point.load().items():
         suite = Suite.read({"suite": name, **info}, Record("bench", "quest-bench", "0"))
         given = [f"{name}={write_value(option['default'])}" for name, option in suite.options.items()]
         assert parse_settings(suite, given) == parse_settings(suite, [])

@@ -360,5 +360,4 @@ def test_a_cell_of_molecules(tmp_path, alcohols):
 
 
 class TestSuites(HostSuites):
-    declared = ALL
     committed = ("time/graphgps", "graph/pattern", "stability/graph")

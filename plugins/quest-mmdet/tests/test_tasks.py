@@ -3,15 +3,10 @@
 import numpy as np
 import pytest
 
-from devtools.cells import HostSuites, smoke_cell
+from devtools.cells import smoke_cell
 from quest_suites.mmdet import objects
 from quest_suites.mmdet.suites import SUITES
 from quest_suites.mmdet.tasks import run_objects
-
-
-class TestSuites(HostSuites):
-    declared = SUITES
-    committed = ()
 
 
 def test_a_cell_that_is_stopped_continues(tmp_path):

@@ -204,5 +204,4 @@ def test_a_corruption_follows_the_loading_of_the_image():
 
 
 class TestSuites(HostSuites):
-    declared = SUITES
     committed = ("time/mmseg", "seg/shapes")

@@ -78,5 +78,4 @@ def test_one_point_of_each_voxel():
 
 
 class TestSuites(HostSuites):
-    declared = SUITES
     committed = ("points/scenes", "time/pointcept")

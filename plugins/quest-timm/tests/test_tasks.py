@@ -24,6 +24,5 @@ def test_a_stopped_cell_continues(tmp_path, monkeypatch):
 
 
 class TestSuites(HostSuites):
-    declared = SUITES
     committed = ("time/timm",)
     places = ("docs",)

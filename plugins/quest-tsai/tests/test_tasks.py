@@ -242,5 +242,4 @@ def test_a_forecast_that_the_library_would_not_refuse(tmp_path, changed, message
 
 
 class TestSuites(HostSuites):
-    declared = SUITES
     committed = ("time/tsai", "ts/uea")
