@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from quest_core.errors import PluginError
+from quest_core.hosts.inject import REPORT
 from quest_core.tools.monitor import Monitor
 
 STATE = "state.pt"
@@ -115,6 +116,11 @@ def load_state(cell: Cell) -> dict[str, Any] | None:
     if "cuda" in generators and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(generators["cuda"])
     return dict(found["state"])
+
+
+def about(model: nn.Module) -> dict[str, Any]:
+    """Return the details of a result that describe its model: what was replaced, and the number of parameters."""
+    return {"injected": str(getattr(model, REPORT)), "parameters": sum(p.numel() for p in model.parameters())}
 
 
 def train_steps(

@@ -1,16 +1,22 @@
-"""Cells that mmengine's own Runner trains: of quest_suites.mmseg and quest_suites.mmdet."""
+"""Cells that mmengine's own Runner trains, and steps of its models: of quest_suites.mmseg and quest_suites.mmdet."""
 
+import copy
+import logging
 import math
 import statistics
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from mmengine.config import Config
+from mmengine.config import Config, ConfigDict
 from mmengine.hooks import Hook
+from mmengine.registry import MODELS
 from mmengine.runner import Runner
+from torch import Tensor
 
-from quest_suites.contract import Cell, Progress
+from quest_suites.contract import Cell, Progress, Result
+from quest_suites.timing import DEVICE, Step, against_stock, training_step
 
 
 def train(config: Config, cell: Cell, iterations: int, progress: Progress) -> Runner:
@@ -62,3 +68,23 @@ def losses(runner: Runner) -> list[float]:
     values = [float(value) for value in history.data[0]]
     step = max(1, len(values) // 200)
     return [statistics.fmean(values[i : i + step]) for i in range(0, len(values), step)]
+
+
+def time_training(
+    cell: Cell, progress: Progress, config: ConfigDict, stock: str, loss: Callable[[Any], Tensor]
+) -> Result:
+    """Time a training step (forward, `loss` of the model, backward, SGD) against that of the model type `stock`."""
+    logging.getLogger("mmengine").setLevel(logging.ERROR)
+
+    def make(attention: str | None) -> Step:
+        own = copy.deepcopy(config)
+        own.attention = attention
+        if attention is None:
+            own.type = stock
+            del own.attention
+        model = MODELS.build(own)
+        model.init_weights()
+        model.to(DEVICE).train()
+        return training_step(model, lambda: loss(model), torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9))
+
+    return against_stock(cell, progress, make)

@@ -13,8 +13,7 @@ from mmengine.runner.amp import autocast
 from torch import nn
 
 import quest_mmdet
-from quest_core.hosts.inject import REPORT
-from quest_suites.contract import Cell, Progress, Result
+from quest_suites.contract import Cell, Progress, Result, about
 from quest_suites.mmengine import losses, train
 
 from . import objects
@@ -64,8 +63,5 @@ def run_objects(cell: Cell, progress: Progress) -> Result:
             "largest logit": max(logits, key=lambda x: (math.isnan(x), x)),
         },
         series={"loss": losses(runner)},
-        details={
-            "injected": str(getattr(runner.model, REPORT)),
-            "parameters": sum(p.numel() for p in runner.model.parameters()),
-        },
+        details=about(runner.model),
     )

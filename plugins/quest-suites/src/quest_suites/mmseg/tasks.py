@@ -12,8 +12,7 @@ from mmengine.config import Config
 from mmengine.runner import Runner, TestLoop
 
 import quest_mmseg
-from quest_core.hosts.inject import REPORT
-from quest_suites.contract import Cell, Progress, Result
+from quest_suites.contract import Cell, Progress, Result, about
 from quest_suites.mmengine import losses, train
 
 from . import scenes
@@ -133,9 +132,5 @@ def evaluate(runner: Runner, cell: Cell, progress: Progress, with_corruptions: b
     return Result(
         metrics=metrics,
         series={"loss": losses(runner)},
-        details={
-            "injected": str(getattr(runner.model, REPORT)),
-            "parameters": sum(p.numel() for p in runner.model.parameters()),
-            "mIoU by severity": by_severity,
-        },
+        details={**about(runner.model), "mIoU by severity": by_severity},
     )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quest_pointcept.on_cpu import train_on_cpu
-from quest_suites.contract import Cell, Progress, Result, load_state, save_state
+from quest_suites.contract import Cell, Progress, Result, about, load_state, save_state
 
 from . import scenes
 
@@ -115,8 +115,7 @@ def run_scenes(cell: Cell, progress: Progress) -> Result:
         series={"train_loss": losses},
         details={
             "iou": {name: 100 * value for name, value in iou.items()},
-            "injected": str(model.attention_report),
-            "parameters": sum(p.numel() for p in model.parameters()),
+            **about(model),
             "points_per_scene": sum(len(one.labels) for one in data["val"]) / len(data["val"]),
             "voxels_per_scene": int(confusion.sum()) / len(data["val"]),
         },

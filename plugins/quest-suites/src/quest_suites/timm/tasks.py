@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import quest_timm  # noqa: F401  # timm accepts attention= from here on
-from quest_core.hosts.inject import REPORT
-from quest_suites.contract import Cell, Progress, Result, train_steps
+from quest_suites.contract import Cell, Progress, Result, about, train_steps
 
 SIZE, DIRECTIONS, STROKES, BATCH, TEST_IMAGES, SMOKE_STEPS = 32, 4, 7, 64, 1024, 5
 STEPS = ((0, 1), (1, 0), (1, 1), (1, -1))
@@ -60,5 +59,5 @@ def run_strokes(cell: Cell, progress: Progress) -> Result:
     return Result(
         metrics={"accuracy": accuracy},
         series={"train_loss": losses},
-        details={"injected": str(getattr(model, REPORT)), "parameters": sum(p.numel() for p in model.parameters())},
+        details=about(model),
     )

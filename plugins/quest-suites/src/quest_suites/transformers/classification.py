@@ -28,8 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import quest_transformers  # noqa: F401  # makes transformers accept the attention
 from quest_core.errors import ConfigError, PluginError
-from quest_core.hosts.inject import REPORT
-from quest_suites.contract import Cell, Progress, Result, Trained, over_rates, sweep
+from quest_suites.contract import Cell, Progress, Result, Trained, about, over_rates, sweep
 
 Sentences = list[tuple[list[str], str]]
 """Words in lower case, and the class."""
@@ -214,6 +213,5 @@ def run(cell: Cell, progress: Progress) -> Result:
 
     result = over_rates(sweep(options["lowest"], options["rates"], once, progress, keep=cell))
     result.details |= {"vocabulary": words, "sentences": [len(train), len(validation), len(test)]}
-    model = make()
-    result.details |= {"injected": str(getattr(model, REPORT)), "parameters": model.num_parameters()}
+    result.details |= about(make())
     return result

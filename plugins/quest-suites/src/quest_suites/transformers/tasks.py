@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import quest_transformers  # noqa: F401  # makes transformers accept the attention
-from quest_core.hosts.inject import REPORT
-from quest_suites.contract import Cell, Progress, Result, train_steps
+from quest_suites.contract import Cell, Progress, Result, about, train_steps
 
 LENGTH, BATCH, PIECE = 64, 16, 2048
 SMOKE_STEPS = 3
@@ -68,5 +67,5 @@ def run_bytes_lm(cell: Cell, progress: Progress) -> Result:
     return Result(
         metrics={"perplexity": (sum(held) / len(windows)).exp().item()},  # infinite at a loss that math.exp refuses
         series={"train_loss": losses},
-        details={"injected": str(getattr(model, REPORT)), "parameters": sum(p.numel() for p in model.parameters())},
+        details=about(model),
     )

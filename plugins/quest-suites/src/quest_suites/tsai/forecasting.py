@@ -25,7 +25,7 @@ from torch.utils.data import default_collate
 from quest_core.errors import ConfigError, PluginError
 from quest_core.hosts.inject import inject
 from quest_core.hosts.patching import Patches
-from quest_suites.contract import Cell, Progress, Result, observe
+from quest_suites.contract import Cell, Progress, Result, about, observe
 
 LIBRARY, SERIES = Path("Time-Series-Library"), Path("ETDataset", "ETT-small")
 CLONES = {LIBRARY / "run.py": "thuml/Time-Series-Library", SERIES: "zhouhaoyi/ETDataset"}
@@ -135,10 +135,7 @@ def run_ett(cell: Cell, progress: Progress) -> Result:
             "epochs": float(len(series["valid_loss"])),
         },
         series=series,
-        details={
-            "parameters": sum(one.numel() for one in trainer.model.parameters()),
-            "injected": str(trainer.model.attention_report),
-        },
+        details=about(trainer.model),
     )
 
 

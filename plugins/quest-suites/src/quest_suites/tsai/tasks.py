@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from quest_core.errors import ConfigError
 from quest_core.hosts.inject import inject
-from quest_suites.contract import Cell, Progress, Result, Trained, at_best_rate, load_state, save_state, sweep
+from quest_suites.contract import Cell, Progress, Result, Trained, about, at_best_rate, load_state, save_state, sweep
 
 from .data import find, read
 
@@ -221,8 +221,7 @@ def train(cell: Cell, progress: Progress) -> Result:
         series={"train_loss": losses, "accuracy": accuracies, **({"validation": validation} if validation else {})},
         details={
             "reported_epoch": best + 1,
-            "injected": str(learn.model.attention_report),
-            "parameters": sum(p.numel() for p in learn.model.parameters()),
+            **about(learn.model),
             "series_train": len(splits["train"]),
             "series_validation": len(splits.get("validation", ())),
             "series_test": len(splits["test"]),
