@@ -67,8 +67,6 @@ DEPTHS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "en
 
 @dataclass(frozen=True)
 class Row:
-    """What happened to one model."""
-
     package: str
     version: str
     name: str
@@ -337,7 +335,6 @@ PyTorch, and `written out` attention that is written out. A run of the model fou
 
 
 def render(rows: Iterable[Row]) -> str:
-    """Return the page."""
     rows = list(rows)
     counts = {package: Counter(row.outcome for row in rows if row.package == package) for package in PACKAGES}
     text = HEAD + "\n| package | taken | not | no softmax attention | not built |\n|---|---|---|---|---|\n"

@@ -60,8 +60,6 @@ def segmentation_models_pytorch() -> Models:
     return {**made, "unet mit_b0": functools.partial(build, "unet", encoder_name="mit_b0")}
 
 
-# --- vit-pytorch ------------------------------------------------------------------------------------------------------
-
 VIT_OPTIONS = {
     **{"dim": 64, "heads": 4, "num_heads": 4, "dim_head": 16, "window_size": 4, "attn_type": "short", "proj_kernel": 3},
     **{"kv_proj_stride": 2, "fmap_size": 8, "h_s": 4, "w_s": 4, "num_slots": 4, "mlp_dim": 64, "fn": nn.Identity()},
@@ -113,8 +111,6 @@ def _vit(kind: type[nn.Module]) -> Built:
     raise failed or ValueError(f"{kind.__name__} takes no input")
 
 
-# --- x-transformers ---------------------------------------------------------------------------------------------------
-
 X_FLAGS: tuple[dict[str, Any], ...] = (
     {},
     *({name: True} for name in ("rotary_pos_emb", "rel_pos_bias", "alibi_pos_bias", "dynamic_pos_bias", "attn_flash")),
@@ -156,9 +152,6 @@ def x_transformers() -> Models:
 
     made: Models = {" ".join(flags) or "Decoder": functools.partial(decoder, flags) for flags in X_FLAGS}
     return {**made, "XTransformer": both, "ViTransformerWrapper": vision}
-
-
-# --- diffusers --------------------------------------------------------------------------------------------------------
 
 
 DIFFUSERS_SIZES: dict[str, Any] = {
@@ -235,9 +228,6 @@ def diffusers() -> Models:
     return {name: functools.partial(build, name) for name in table}
 
 
-# --- sounds -----------------------------------------------------------------------------------------------------------
-
-
 def torchaudio() -> Models:
     """The models with attention."""
     from torchaudio import models
@@ -285,9 +275,6 @@ def speechbrain() -> Models:
     enhancement = {"d_model": 64, "output_size": 65, "nhead": 4, "num_layers": 2, "d_ffn": 64}
     table["CNNTransformerSE"] = "TransformerSE", "CNNTransformerSE", enhancement, speech
     return {name: functools.partial(build, *one) for name, one in table.items()}
-
-
-# --- time series ------------------------------------------------------------------------------------------------------
 
 
 def neuralforecast() -> Models:

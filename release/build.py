@@ -123,7 +123,6 @@ def _run(command: Sequence[str], folder: Path, variables: dict[str, str] | None 
 
 
 def release(dry: bool) -> None:
-    """Do all of it; raises Failure."""
     check_versions()
     if not dry:
         for page in (project / "README.md" for project in projects()):

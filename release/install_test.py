@@ -60,7 +60,6 @@ def names() -> list[str]:
 
 
 def readme(name: str) -> Path:
-    """The README of `name`."""
     return ROOT / "README.md" if name == "core" else ROOT / "plugins" / f"quest-{name}" / "README.md"
 
 

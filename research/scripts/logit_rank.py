@@ -28,7 +28,6 @@ def effective(values: Tensor) -> float:
 
 
 def main(data: str, *attentions: str) -> None:
-    """Print a row for each attention and width."""
     print("attention | D | numerical | effective | weights | entropy", flush=True)
     for attention in attentions or ("standard", "quest"):
         for head in (4, 8, 16, 64):

@@ -16,7 +16,6 @@ def cell(
 
 
 def run(given: Cell, progress: Progress = lambda share, text: None) -> Result:
-    """Run a cell."""
     (entry,) = entry_points(group="quest.benchmarks", name=given.suite)
     result: Result = entry.load()(given, progress)
     return result

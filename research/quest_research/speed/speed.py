@@ -71,8 +71,6 @@ def naive_linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure."""
-
     attentions: tuple[str, ...] = ("quest", "standard")
     shapes: tuple[Shape, ...] = SHAPES
     linear_shape: Shape | None = LINEAR_SHAPE  # where linear attention is compared with its naive formula
@@ -89,8 +87,6 @@ class Plan:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the report."""
-
     direction: str
     peer: str
     where: tuple[Shape, str, int]  # the shape, the layout and the number of threads
@@ -258,9 +254,6 @@ keys. Freed memory stays with the process, as in a training process with a large
         out.mkdir(parents=True, exist_ok=True)
         write_text(out / "speed.md", text)
     return text
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:

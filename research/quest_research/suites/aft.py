@@ -46,7 +46,6 @@ class Decoder(nn.Module):
             nn.init.normal_(start, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the next token."""
         x = self.token(tokens) + self.positions[: tokens.shape[1]]
         logits: Tensor = self.out(self.norm(self.blocks(x)))
         return logits

@@ -37,7 +37,6 @@ class LanguageModel(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the next character."""
         x = self.token(tokens) + self.position.weight
         logits: Tensor = self.out(self.encoder(x, self.mask, is_causal=True))
         return logits

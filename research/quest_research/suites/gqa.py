@@ -181,7 +181,6 @@ def with_heads(config: AttentionConfig, kv_heads: int) -> AttentionConfig:
 
 
 def build(attention: AttentionConfig, seed: int, options: Mapping[str, Any]) -> VisionTransformer:
-    """Return a fresh model."""
     torch.manual_seed(seed)
     return VisionTransformer(str(attention), options, size=(28, 28))
 

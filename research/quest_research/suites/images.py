@@ -148,23 +148,21 @@ def classify(
     *,
     rate: float,
     progress: Progress,
-    draw: torch.Generator | None = None,
     precision: str = "float32",
-    clip: float = math.inf,
     change: Callable[[Tensor, Tensor], Split] | None = None,
     watch: Callable[[nn.Module], Mapping[str, float | list[float]]] | None = None,
-    after: Callable[[int], object] = lambda step: None,
+    **more: Any,
 ) -> Fit:
     """Train a classifier and choose its epoch by the accuracy on a split; see `quest_research.suites.training.fit`.
 
     Args:
-        cell, phase, progress, draw, clip: as in `fit`.
+        cell, phase, progress, more: as in `fit`.
         model: inputs [B, ...] -> logits [B, classes] or [B, N, classes].
         splits: their accuracies are measured after each epoch; "validation" is one of them and chooses the epoch.
         options: epochs, batch, warmup (steps) and weight_decay.
         precision: a key of `PRECISIONS`, for autocast while training; float16 also scales the loss.
         change: augments inputs and labels of a mini-batch; its labels may be probabilities [B, classes].
-        watch, after: `watch` gives further values after each epoch; see `measure` and `after` of `fit`.
+        watch: gives further values after each epoch; see `measure` of `fit`.
     """
     device = next(model.parameters()).device.type
 
@@ -188,10 +186,8 @@ def classify(
             ),
             progress=progress,
             select="validation",
-            draw=draw,
-            clip=clip,
             scale_loss=precision == "float16",
-            after=after,
+            **more,
         )
 
 

@@ -64,8 +64,6 @@ CHUNK = 128
 
 @dataclass(frozen=True)
 class Sequences:
-    """Samples of the retrieval task."""
-
     x: Tensor  # [S, N, 20], the vectors [key | value]
     location: Tensor  # [S], the answer's position in 0..N-1
     biased: Tensor  # [S], True where the answer's key was drawn around b

@@ -8,12 +8,10 @@ Option = dict[str, Any]
 
 
 def whole(name: str, default: int | None, doc: str, minimum: int = 1, **more: Any) -> Option:
-    """Return an option that is a whole number."""
     return {"name": name, "kind": "int", "default": default, "doc": doc, "minimum": minimum, **more}
 
 
 def number(name: str, default: float, doc: str, minimum: float = 0) -> Option:
-    """Return an option that is a number."""
     return {"name": name, "kind": "float", "default": default, "doc": doc, "minimum": minimum}
 
 

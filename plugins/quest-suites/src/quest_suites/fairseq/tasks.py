@@ -29,6 +29,8 @@ CONFIGS = Path(quest_fairseq.__file__).parent / "configs"
 RATES = {f"perplexity with {percent} % swapped": percent / 100 for percent in (1.5, 2.5, 5)}
 """Metric -> share of the test's words that are swapped."""
 
+NO_PARAMETERS = ("version", "_float_tensor", "output_projection.weight", ENTRY)
+"""Ends of keys of a state dict that are no distinct parameters; shared embeddings have two keys."""
 MERGES = 500
 """Byte-pair merges of lm/pydocs."""
 SMOKE_UPDATES = 4
@@ -142,16 +144,11 @@ def _train_and_evaluate(
         details={
             "config": config,
             "attention": cell.attention,
-            "parameters": sum(x.numel() for name, x in trained["model"].items() if is_parameter(name)),
+            "parameters": sum(x.numel() for name, x in trained["model"].items() if not name.endswith(NO_PARAMETERS)),
             "updates": trained["optimizer_history"][-1]["num_updates"],
             "window": {"tokens": int(cfg.task.tokens_per_sample), "context": context},
         },
     )
-
-
-def is_parameter(name: str) -> bool:
-    """Return whether a key of a state dict is a distinct parameter (shared embeddings have two keys)."""
-    return not name.endswith(("version", "_float_tensor", "output_projection.weight", ENTRY))
 
 
 # --- fairseq's tools, called as functions ---------------------------------------------------------------------------

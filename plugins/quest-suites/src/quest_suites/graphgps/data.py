@@ -230,9 +230,6 @@ def _kinds(features: list[Tensor]) -> Sequence[Tensor]:
     return torch.cat(features).unique(dim=0, return_inverse=True)[1].split([len(rows) for rows in features])
 
 
-# --- transforms for datasets of PyTorch Geometric -------------------------------------------------------------------
-
-
 def join_positions(data: Data) -> Data:
     """Superpixels of MNIST and CIFAR10: append pos [N, 2] to the colors in x [N, colors], as in GraphGPS."""
     data.x = torch.cat([data.x, data.pos], dim=1).float()

@@ -359,7 +359,6 @@ def weighted_cross_entropy(pred: Tensor, true: Tensor) -> tuple[Tensor, Tensor] 
 
 @register.register_loss("l1")
 def l1(pred: Tensor, true: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The mean absolute error."""
     return (F.l1_loss(pred, true), pred) if cfg.model.loss_fun == "l1" else None
 
 
@@ -398,7 +397,6 @@ class Graphs(InMemoryDataset):
 
 
 def _prepare(data: Any) -> Any:
-    """Add the encodings that the config enables to a graph."""
     if cfg.posenc_LapPE.enable:
         kind = (cfg.posenc_LapPE.eigen.laplacian_norm, cfg.posenc_LapPE.eigen.eigvec_norm)
         if kind != ("none", "L2"):

@@ -186,22 +186,13 @@ def _ground_class(points: np.ndarray, street: float, walk: float) -> np.ndarray:
 def _distances(ray: np.ndarray, things: _Things) -> np.ndarray:
     """Return the distances at which rays from the origin hit things: [R, n], inf without a hit."""
     cos, sin = np.cos(things.yaw), np.sin(things.yaw)
-    turned = np.stack(
-        [
-            ray[:, 0, None] * cos + ray[:, 1, None] * sin,
-            ray[:, 1, None] * cos - ray[:, 0, None] * sin,
-            np.broadcast_to(ray[:, 2, None], (len(ray), len(cos))),
-        ],
-        axis=2,
-    )  # [R, n, 3], in each thing's own axes
-    center = np.stack(
-        [
-            things.center[:, 0] * cos + things.center[:, 1] * sin,
-            things.center[:, 1] * cos - things.center[:, 0] * sin,
-            things.center[:, 2],
-        ],
-        axis=1,
-    )  # [n, 3]
+
+    def turn(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+        """Return points in the axes of each thing."""
+        return np.stack([x * cos + y * sin, y * cos - x * sin, z], axis=-1)
+
+    turned = turn(ray[:, 0, None], ray[:, 1, None], np.broadcast_to(ray[:, 2, None], (len(ray), len(cos))))  # [R, n, 3]
+    center = turn(*things.center.T)  # [n, 3]
     one, two = (center - things.half) / turned, (center + things.half) / turned  # distances to the slabs
     enter, leave = np.minimum(one, two), np.maximum(one, two)  # [R, n, 3]
     start, end = enter.max(2), leave.min(2)

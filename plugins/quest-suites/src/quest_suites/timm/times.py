@@ -73,7 +73,6 @@ class ByHand(timm.models.vision_transformer.Attention):
 
 
 def make_model(task: str) -> nn.Module:
-    """Return the stock model of a task."""
     if task == "torchvision":
         return torchvision.models.VisionTransformer(224, 16, 4, 4, 256, 1024)
     if task in ("decoder-universal", "encoder-universal"):

@@ -61,7 +61,9 @@ def run_time(cell: Cell, progress: Progress) -> Result:
         model = hf.AutoModel.from_config(CONFIGS[cell.task](), attn_implementation=attention or "sdpa").to(DEVICE)
         if cell.task.startswith("decode"):
             ids = torch.randint(1000, (1, past), device=DEVICE)
-            return partial(decode, model.eval(), fill_cache(model, ids), ids[:, :1])
+            with torch.no_grad():
+                filled = model.eval()(input_ids=ids, past_key_values=hf.DynamicCache(config=model.config))
+            return partial(decode, model, filled.past_key_values, ids[:, :1])
         ids = torch.randint(1000, (batch, length), device=DEVICE)
         given = {"input_ids": ids, **({"decoder_input_ids": ids} if cell.task in ("bart", "t5") else {})}
         if cell.task == "vit":
@@ -70,12 +72,6 @@ def run_time(cell: Cell, progress: Progress) -> Result:
         return training_step(model, lambda: model(**given).last_hidden_state.square().mean())
 
     return against_stock(cell, progress, make)
-
-
-@torch.no_grad()
-def fill_cache(model: Any, ids: torch.Tensor) -> Any:
-    """Return a cache with the tokens `ids` [B, N]."""
-    return model(input_ids=ids, past_key_values=hf.DynamicCache(config=model.config)).past_key_values
 
 
 @torch.no_grad()

@@ -46,10 +46,14 @@ class ClassTokenTransformer(nn.Module):
     def __init__(
         self, c_in: int, c_out: int, seq_len: int, *, d_model: int, layers: int, heads: int, dropout: float
     ) -> None:
+        from tsai.models.positional_encoders import PositionalEncoding
+
         super().__init__()
         self.embedding = nn.Conv1d(c_in, d_model, 3, padding=1, padding_mode="circular", bias=False)
         nn.init.kaiming_normal_(self.embedding.weight, nonlinearity="leaky_relu")
-        self.register_buffer("position", sinusoids(seq_len, d_model), persistent=False)  # [L, E]
+        self.register_buffer(
+            "position", PositionalEncoding(seq_len, d_model, normalize=False), persistent=False
+        )  # [L, E]
         self.class_token = nn.Parameter(torch.empty(1, 1, d_model).normal_(std=0.02))
         self.dropout = nn.Dropout(dropout)
         # nn.TransformerEncoder copies one layer, so all its layers would start with the same weights.
@@ -69,16 +73,6 @@ class ClassTokenTransformer(nn.Module):
             tokens = layer(tokens)
         logits: Tensor = self.head(self.norm(tokens[:, 0]))
         return logits
-
-
-def sinusoids(length: int, width: int) -> Tensor:
-    """Return sinusoidal positions [length, width] (Vaswani et al., 2017, 3.5)."""
-    step = torch.arange(length)[:, None]
-    frequency = torch.exp(torch.arange(0, width, 2) * (-math.log(10000.0) / width))
-    table = torch.zeros(length, width)
-    table[:, 0::2] = torch.sin(step * frequency)
-    table[:, 1::2] = torch.cos(step * frequency)[:, : width // 2]
-    return table
 
 
 def run_uea(cell: Cell, progress: Progress) -> Result:
