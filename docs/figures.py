@@ -90,13 +90,10 @@ def save(figure: Figure, name: str) -> None:
 
 
 def main() -> None:
-    HERE.mkdir(exist_ok=True)
     plt.rcParams.update({"font.size": 11})
-    if sys.argv[1:2] == ["logits"]:
-        draw_logits_in_training(*map(Path, sys.argv[2:]))
-        return
-    draw_growing_key()
-    draw_logits_in_training()
+    if sys.argv[1:2] != ["logits"]:
+        draw_growing_key()
+    draw_logits_in_training(*map(Path, sys.argv[2:]))
 
 
 if __name__ == "__main__":

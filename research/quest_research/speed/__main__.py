@@ -4,5 +4,4 @@ import sys
 
 from .speed import main
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+main(sys.argv[1:])

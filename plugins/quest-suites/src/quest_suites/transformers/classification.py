@@ -9,8 +9,6 @@ CNN-rand of Kim (2014, arXiv 1408.5882, table 2), a convolution whose words are 
 89.6 on SUBJ and 76.1 on MR. The last two are means over ten folds, which are not ours.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import shutil
@@ -119,7 +117,7 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": (ids != PADDING).long(), "labels": labels}
 
 
-def bert(options: dict[str, Any], words: int, longest: int, classes: int) -> hf.BertConfig:
+def bert(options: dict[str, Any], words: int, longest: int, classes: int) -> "hf.BertConfig":
     """Return the config of a model for `words` words, and sentences of at most `longest`."""
     return hf.BertConfig(
         vocab_size=words,
@@ -135,7 +133,7 @@ def bert(options: dict[str, Any], words: int, longest: int, classes: int) -> hf.
     )
 
 
-def arguments(folder: Path, options: dict[str, Any], rate: float, seed: int, sentences: int) -> hf.TrainingArguments:
+def arguments(folder: Path, options: dict[str, Any], rate: float, seed: int, sentences: int) -> "hf.TrainingArguments":
     """Return the arguments of Trainer: it validates after each epoch, and ends with the weights of the best one."""
     return hf.TrainingArguments(
         str(folder),
