@@ -2,14 +2,12 @@
 
 import math
 
-import pandas as pd
 import pytest
 import torch
 from cells import cell, run
 from torch import nn
 
 import quest_core
-from quest_research.suites import stability
 from quest_research.suites.language import LanguageModel
 from quest_suites.contract import observe
 
@@ -73,14 +71,3 @@ def test_the_language_model_sees_no_later_character():
     changed = tokens.clone()
     changed[0, -1] = (changed[0, -1] + 1) % 11
     torch.testing.assert_close(model(tokens)[:, :-1], model(changed)[:, :-1])
-
-
-def test_plots_draw_seeds_that_stop_early(data):
-    result = run(cell("stability/rates", "vit", data=data, smoke=False, **SMALL))
-    short = {name: values[:1] for name, values in result.series.items()}
-    cells = [
-        {"attention": "quest", "metrics": result.metrics, "series": series, "details": result.details}
-        for series in (result.series, short)
-    ]
-    titles = [title for title, _, _ in stability.plots(pd.DataFrame({"attention": ["quest", "quest"]}), cells)]
-    assert titles == ["Largest logit in training", "Logits and norms over training"]

@@ -9,15 +9,11 @@ of Python's documentation topics; its accuracy is that of the next character in 
 Warm-up, depth, precision and QK-clip are options, for example `--set warmup=0,100 --set layers=4,12`.
 """
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
-import numpy as np
-import pandas as pd
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import quest_core
@@ -29,7 +25,6 @@ from .language import CONTEXT, LanguageModel, corpus, windows
 
 EVERY = 10
 """Steps from one measurement of the largest logit in training to the next; the first step is measured too."""
-WATCHED = ("max_logit", "entropy", "query_norm", "key_norm")
 
 
 Problem: TypeAlias = tuple[Split, Split, Split, Callable[[], nn.Module], float]
@@ -65,7 +60,7 @@ def run(cell: Cell, progress: Progress) -> Result:
     """Train one attention with one seed at every learning rate.
 
     Returns:
-        What `over_rates` returns, with series ``train_loss/lr=R`` and so on, also for the values of `WATCHED`, and
+        What `over_rates` returns, with series ``train_loss/lr=R`` and so on, also for the values of `observe`, and
         ``training_logit``, the largest logit of every `EVERY`-th step.
     """
     options = dict(cell.options)
@@ -95,42 +90,3 @@ def run(cell: Cell, progress: Progress) -> Result:
         return {"draw": same, "precision": options["precision"], "watch": look, "after": after}
 
     return over_rates(at_rates(cell, options, options["lowest"], splits, make, how, guess, progress))
-
-
-def plots(rows: pd.DataFrame, results: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, Figure]]:
-    """Title, caption and figure of the largest logit of steps, and of the values of epochs, by learning rate."""
-    attentions = list(dict.fromkeys(rows["attention"]))
-    names = [f"lr={rate:.2g}" for rate in results[0]["details"]["rates"]]
-
-    def over_training(keys: Sequence[str], height: float, x: Sequence[float], label: str) -> Figure:
-        figure = Figure(figsize=(9.6, height * len(keys) + 0.5), layout="constrained")
-        grid = figure.subplots(len(keys), len(names), squeeze=False, sharex=True, sharey="row")
-        for axes, (key, name) in zip(grid.flat, itertools.product(keys, names), strict=True):
-            for number, attention in enumerate(attentions):
-                own = [c["series"].get(f"{key}/{name}", []) for c in results if c["attention"] == attention]
-                count = min(map(len, own))  # as far as all seeds go
-                seen = np.array([values[:count] for values in own])
-                axes.plot(x[:count], seen.mean(0), color=f"C{number}", lw=1.5, marker=".", label=attention)
-                axes.fill_between(x[:count], seen.min(0), seen.max(0), color=f"C{number}", alpha=0.16, lw=0)
-            if key != "entropy" and any((line.get_ydata() > 0).any() for line in axes.lines):
-                axes.set_yscale("log")
-            axes.set_title(name if key == keys[0] else "", fontsize=8)
-            axes.set_ylabel(key.replace("_", " ") if name == names[0] else "", fontsize=8)
-            axes.tick_params(labelsize=7)
-        figure.supxlabel(label, fontsize=9)
-        figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside upper left", ncols=4, fontsize=8)
-        return figure
-
-    longest = max(len(values) for c in results for values in c["series"].values())
-    in_steps = []
-    if any(key.startswith("training_logit/") for c in results for key in c["series"]):
-        caption = f"Of all layers and heads, in the first training batch and in every {EVERY}th."
-        steps = [1, *range(EVERY, EVERY * longest, EVERY)]
-        in_steps = [("Largest logit in training", caption, over_training(["training_logit"], 2.6, steps, "step"))]
-    caption = (
-        "After each epoch, on a part of the validation split: the largest logit, and the means over layers and heads "
-        "of the entropy of the weights in nats and of the norms of queries and keys. Lines are means over seeds, bands "
-        "reach from the lowest to the highest, and both end where a seed diverged."
-    )
-    in_epochs = over_training(WATCHED, 1.7, range(1, longest + 1), "epoch")
-    return [*in_steps, ("Logits and norms over training", caption, in_epochs)]

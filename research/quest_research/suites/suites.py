@@ -190,7 +190,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "tasks": ["vit", "pydocs"],
         "also": RATES,
         "options": STABILITY_OPTIONS,
-        "plots": "quest_research.suites.stability:plots",
     },
     "widths/text": {
         **_WIDTHS,

@@ -167,20 +167,16 @@ def _ranges(
 def curves(group: Group, done: Sequence[Stored], names: Sequence[str], points: int) -> list[dict[str, Any]]:
     """One chart a series: the mean over seeds and the band from the lowest to the highest seed.
 
-    A seed that stopped early keeps its last value, so that the mean does not jump where it ends.
+    A seed that stopped early keeps its last value, so that the mean does not jump where it ends. The axis of positive
+    values that span two decades is logarithmic.
     """
     attentions = [row.attention for row in group.rows]
     x = {"field": "x", "type": "quantitative", "title": "recorded point", "axis": {"tickMinStep": 1, "grid": False}}
-    y = {"type": "quantitative", "scale": {"zero": False}, "title": None}
     color = _color(attentions, legend=True)  # in both layers: a null in one removes the other's legend
     color["legend"] = {"symbolType": "stroke", "symbolOpacity": 1, "symbolStrokeWidth": 2}
     pattern = [DASHES[place // len(COLOURS) % len(DASHES)] for place in range(len(attentions))]
     dashes = {**color, "scale": {"domain": attentions, "range": pattern}}
     line = {"strokeWidth": 1.6, "tooltip": True}
-    layers = [
-        _layer("area", {"opacity": 0.16}, x=x, y={**y, "field": "low"}, y2={"field": "high"}, color=color),
-        _layer("line", line, x=x, y={**y, "field": "mean"}, color=color, strokeDash=dashes),
-    ]
     charts = []
     for name in names:
         values = []
@@ -188,6 +184,13 @@ def curves(group: Group, done: Sequence[Stored], names: Sequence[str], points: i
             own = [cell.result for cell in done if cell.result and cell.spec["attention"] == attention]
             if found := [result["series"][name] for result in own if len(result["series"].get(name, ()))]:
                 values += _band(attention, found, points)
+        lowest = min((one.get("low", one["mean"]) for one in values), default=0)
+        wide = lowest > 0 and max(one.get("high", one["mean"]) for one in values) > 100 * lowest
+        y = {"type": "quantitative", "scale": {"type": "log"} if wide else {"zero": False}, "title": None}
+        layers = [
+            _layer("area", {"opacity": 0.16}, x=x, y={**y, "field": "low"}, y2={"field": "high"}, color=color),
+            _layer("line", line, x=x, y={**y, "field": "mean"}, color=color, strokeDash=dashes),
+        ]
         size = {"width": "container", "height": 200}
         charts.append({"title": name.replace("_", " "), **size, "data": {"values": values}, "layer": layers})
     return charts
@@ -214,7 +217,7 @@ def share(groups: Sequence[Group]) -> int:
     lines = 0
     for group in groups:
         if group.first_metric:
-            series = {name for cell in group.cells if cell.result for name in cell.result["series"] if "/" not in name}
+            series = {name for cell in group.cells if cell.result for name in cell.result["series"]}
             lines += len(series) * len(group.rows)
     return max(40, min(200, POINTS // max(lines, 1)))
 

@@ -215,7 +215,9 @@ def _plots(group: Group, table: pd.DataFrame, prefix: str, points: int) -> list[
         caption = "The marker is the mean over seeds, the bar reaches from the lowest to the highest seed."
         title = f"{group.suite.metric} by item"
         drawn.append(Chart(title, caption, [charts.items(group)], file(title)))
-    names = list(dict.fromkeys(name for cell in done for name in (cell.result or {})["series"] if "/" not in name))
+    names = list(dict.fromkeys(name for cell in done for name in (cell.result or {})["series"]))
+    measured = [name.partition("/")[0] for name in names]
+    names.sort(key=lambda name: measured.index(name.partition("/")[0]))  # those of all rates together
     if names and group.first_metric:  # the other plots would be the same for every metric
         caption = (
             "Mean over seeds; the band reaches from the lowest to the highest seed. A seed that stopped early keeps "

@@ -122,7 +122,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "accuracy over learning rates up to divergence, GPS on PATTERN",
         _options(_SBM, 300, 2, 8, 0.0001, 8, 0, rates=4),
         also=RATES,
-        plots="quest_research.suites.stability:plots",
     ),
     "graphgps": {
         "summary": "GraphGPS's own main.py in a checkout of GraphGPS, with any of its configs",
