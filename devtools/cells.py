@@ -137,7 +137,7 @@ def _named_cells(command: str, declared: Mapping[str, Any]) -> Iterator[tuple[st
         return
     selector, *flags = words
     name = next((one for one in declared if selector == one or selector.startswith(f"{one}/")), None)
-    if name is None or {"--data", "--repo"} & set(flags):
+    if name is None or "--data" in flags:
         return
     options = {option["name"]: option["default"] for option in declared[name]["options"]}
     for flag, word in itertools.pairwise(flags):

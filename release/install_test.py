@@ -10,8 +10,7 @@ the order of the README, in one shell:
 - A block after the line `<!-- not run: REASON -->` is skipped, and the reason is printed.
 - The block after the line `<!-- builds the packages -->` is run in a copy of this clone, before the others.
 - A README with the line `<!-- slow: REASON -->` is left out by --quick.
-- From the first `git clone` on, blocks need a checkout: --repo PATH is cloned in place of the URL, and --online clones
-  the URL.
+- From the first `git clone` on, blocks need a checkout and run only with --online.
 
 Only the standard library and devtools are imported.
 """
@@ -87,14 +86,14 @@ def blocks(text: str) -> list[Block]:
     return found
 
 
-def plan(found: Sequence[Block], may_clone: bool) -> list[Block]:
+def plan(found: Sequence[Block], online: bool) -> list[Block]:
     """The blocks that are commands or files, each with the reason if it cannot run here."""
     wanted = [block for block in found if block.language in RUN or block.title]
     missing: str | None = None
     for block in wanted:
         clone = CLONE.search(block.code)
-        if clone and not may_clone:
-            missing = missing or f"needs a checkout of {clone[1]}: --repo PATH, or --online"
+        if clone and not online:
+            missing = missing or f"needs a checkout of {clone[1]}: --online"
         block.not_run = block.not_run or missing
     return wanted
 
@@ -131,16 +130,14 @@ def build(folder: Path) -> None:
         raise Failure(f"the packages cannot be built\n{done.stdout}{done.stderr}")
 
 
-def environment(
-    folder: Path, home: Path, torch: str | None, repo: Path | None, found: Sequence[Block]
-) -> dict[str, str]:
+def environment(folder: Path, home: Path, torch: str | None) -> dict[str, str]:
     """The variables of a new user's shell: our own packages from `folder`, nothing else from this clone."""
     dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PIP_CONSTRAINT")
     variables = {k: v for k, v in os.environ.items() if k not in dropped and not k.startswith("QUEST_")}
     constraints = home / "constraints.txt"
     constraints.write_text(f"torch=={torch}\n" if torch else "")
     base = Path(getattr(sys, "_base_executable", sys.executable))
-    variables |= {
+    return variables | {
         "HOME": str(home),
         "PATH": f"{base.parent}:{variables['PATH']}",
         "PIP_CONSTRAINT": str(constraints),
@@ -149,26 +146,18 @@ def environment(
         "PYTHONNOUSERSITE": "1",
         "OMP_NUM_THREADS": variables.get("OMP_NUM_THREADS", "1"),
     }
-    if repo is not None:
-        urls = {match[1] for block in found if (match := CLONE.search(block.code))}
-        settings = [("safe.directory", "*"), *((f"url.{repo}.insteadOf", url) for url in urls)]
-        variables["GIT_CONFIG_COUNT"] = str(len(settings))
-        for i, (key, value) in enumerate(settings):
-            variables |= {f"GIT_CONFIG_KEY_{i}": key, f"GIT_CONFIG_VALUE_{i}": value}
-    return variables
 
 
-def test(name: str, folder: Path, torch: str | None, repo: Path | None, online: bool) -> dict[str, object]:
+def test(name: str, folder: Path, torch: str | None, online: bool) -> dict[str, object]:
     """Run one README; returns what came of it."""
-    found = blocks(readme(name).read_text())
-    wanted = plan(found, online or repo is not None)
+    wanted = plan(blocks(readme(name).read_text()), online)
     home = folder / name
     (home / "work").mkdir(parents=True)
     (home / "run.sh").write_text(script(wanted, home))
     log = RESULTS / f"{name}.log"
     log.unlink(missing_ok=True)
     start = time.monotonic()
-    status = running.run(["bash", home / "run.sh"], log, environment(folder, home, torch, repo, found))
+    status = running.run(["bash", home / "run.sh"], log, environment(folder, home, torch))
     seconds = time.monotonic() - start
     doctor = (home / "doctor").read_text() if (home / "doctor").exists() else ""
     package = "quest-core" if name == "core" else f"quest-{name}"
@@ -203,7 +192,6 @@ def main(arguments: Sequence[str]) -> int:
         prog="./dev install-test", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(names())}; all by default")
-    parser.add_argument("--repo", type=Path, metavar="PATH", help="a checkout or mirror of the host of the one NAME")
     parser.add_argument("--quick", action="store_true", help="leave out READMEs that say that they are slow")
     parser.add_argument("--online", action="store_true", help="clone repositories from where the README says")
     parser.add_argument("--list", action="store_true", help="print the names as JSON and end")
@@ -215,8 +203,6 @@ def main(arguments: Sequence[str]) -> int:
     chosen = given.names or names()
     if unknown := [name for name in chosen if name not in names()]:
         parser.error(f"no README for {', '.join(unknown)}; choose from: {', '.join(names())}")
-    if given.repo and len(chosen) != 1:
-        parser.error("--repo goes with one NAME, whose README clones it")
     for name in [name for name in chosen if given.quick]:
         if slow := SLOW.search(readme(name).read_text()):
             print(f"left out {name}: {slow[1]}")
@@ -227,11 +213,10 @@ def main(arguments: Sequence[str]) -> int:
         with tempfile.TemporaryDirectory(prefix="quest-install-", ignore_cleanup_errors=True) as made:
             folder = Path(made)
             build(folder)
-            repo = given.repo and given.repo.resolve()
 
             def run(name: str) -> bool:
                 print(f"...     {name} (log: {(RESULTS / f'{name}.log').relative_to(ROOT)})", flush=True)
-                result = test(name, folder, given.torch, repo, given.online)
+                result = test(name, folder, given.torch, given.online)
                 shutil.rmtree(folder / name)
                 report(result)
                 return bool(result["ok"])
