@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -447,10 +447,8 @@ def digits() -> list[Split]:
 
     The file is read without scikit-learn, whose import takes longer than half of a training.
     """
-    package = find_spec("sklearn")
-    if package is None or package.origin is None:
-        raise ConfigError("the digits come with scikit-learn, which is not installed; pip install scikit-learn")
-    table = np.loadtxt(Path(package.origin).parent / "datasets/data/digits.csv.gz", delimiter=",", dtype=np.float32)
+    file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
+    table = np.loadtxt(str(file), delimiter=",", dtype=np.float32)
     images = torch.from_numpy(table[:, :64]).view(-1, 1, 8, 8) / 16
     labels = torch.from_numpy(table[:, 64]).long()
     return [(images[part], labels[part]) for part in (slice(1200), slice(1200, None))]

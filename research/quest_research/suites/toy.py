@@ -300,21 +300,19 @@ def _judge(grid: list[tuple[float, float, int]], train: Tensor, test: Tensor, lo
     """The result from accuracies [M], losses [E, M] and key norms [E, 3, M]."""
     finite = train.isfinite() & test.isfinite() & losses.isfinite().all(0)
     train, test = train.nan_to_num(0.0), test.nan_to_num(0.0)
-    rows: list[dict[str, Any]] = []
-    for (rate, decay, seed), good, on_train, on_test in zip(
-        grid, finite.tolist(), train.tolist(), test.tolist(), strict=True
-    ):
-        rows.append(
-            {
-                "learning_rate": rate,
-                "weight_decay": decay,
-                "weight_seed": seed,
-                "train_accuracy": on_train,
-                "test_accuracy": on_test,
-                "outcome": outcome(on_train, on_test) if good else "degenerate",
-                "diverged": not good,
-            }
-        )
+    judged = zip(grid, finite.tolist(), train.tolist(), test.tolist(), strict=True)
+    rows: list[dict[str, Any]] = [
+        {
+            "learning_rate": rate,
+            "weight_decay": decay,
+            "weight_seed": seed,
+            "train_accuracy": on_train,
+            "test_accuracy": on_test,
+            "outcome": outcome(on_train, on_test) if good else "degenerate",
+            "diverged": not good,
+        }
+        for (rate, decay, seed), good, on_train, on_test in judged
+    ]
 
     def percent(key: str, value: Any) -> float:
         return 100 * len([row for row in rows if row[key] == value]) / len(rows)

@@ -7,6 +7,7 @@ each feature.
 
 import importlib.util
 from collections.abc import Iterator
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,7 @@ def find(task: str, data: Path | None) -> tuple[Path, Path]:
         raise ConfigError(f"data is '{data}', not a folder; give the folder with {task}_TRAIN.ts and {task}_TEST.ts")
     if data is None:
         _need_aeon()
-        spec = importlib.util.find_spec("aeon")
-        assert spec is not None
-        assert spec.origin is not None
-        data = Path(spec.origin).parent / "datasets" / "data"
+        data = Path(str(distribution("aeon").locate_file("aeon/datasets/data")))
     for folder in (data, data / task):
         for ending in ENDINGS:
             train, test = (folder / f"{task}_{split}{ending}" for split in SPLITS)
