@@ -19,6 +19,8 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+from devtools.environments import PLUGINS, plugins
+
 ROOT = Path(__file__).resolve().parents[1]
 SITE = "https://quest-attention.github.io/quest/"
 REPOSITORY = "https://github.com/quest-attention/quest"
@@ -41,11 +43,6 @@ FURTHER = {
 }
 
 
-def plugins() -> dict[str, Path]:
-    """Every plugin by its name, in order."""
-    return {p.parent.name: p.parent for p in sorted(ROOT.glob("plugins/quest-*/pyproject.toml"))}
-
-
 def public(path: Path) -> list[str]:
     """The public names of a package: in its `__init__`, what is imported from below as itself or defined."""
     names: list[str] = []
@@ -62,9 +59,9 @@ def public(path: Path) -> list[str]:
 def reference() -> dict[str, list[str]]:
     """Pages of the reference: path of a module's page -> its public names, dotted."""
     found = {module: public(ROOT / module.replace(".", "/") / "__init__.py") for module in PACKAGES} | FURTHER
-    for name, folder in plugins().items():
+    for name in plugins():
         package = name.replace("-", "_")
-        found[package] = public(folder / "src" / package / "__init__.py")
+        found[package] = public(PLUGINS / name / "src" / package / "__init__.py")
     return {
         f"reference/{module}.md": [f"{module}.{name}" for name in names] for module, names in found.items() if names
     }
@@ -73,7 +70,7 @@ def reference() -> dict[str, list[str]]:
 def sources() -> dict[str, Path]:
     """Pages whose source lies outside of docs/: path in the site -> file."""
     pages = {"index.md": ROOT / "README.md", "changelog.md": ROOT / "CHANGELOG.md"}
-    pages |= {f"hosts/{name.removeprefix('quest-')}.md": path / "README.md" for name, path in plugins().items()}
+    pages |= {f"hosts/{name.removeprefix('quest-')}.md": PLUGINS / name / "README.md" for name in plugins()}
     return pages | {f"results/{path.relative_to(RESULTS)}": path for path in sorted(RESULTS.rglob("*.md"))}
 
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from devtools import running
-from devtools.environments import ROOT, Failure
+from devtools.environments import ROOT, Failure, plugins
 
 RESULTS = ROOT / "runs" / "install"
 FENCE = re.compile(r"^```(?P<language>\w*)(?: title=\"(?P<title>[^\"]+)\")?\s*$")
@@ -54,8 +54,7 @@ class Block:
 
 def names() -> list[str]:
     """Every README: "core", and the plugins by folder."""
-    found = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
-    return ["core", *(name.removeprefix("quest-") for name in found)]
+    return ["core", *(name.removeprefix("quest-") for name in plugins())]
 
 
 def readme(name: str) -> Path:
