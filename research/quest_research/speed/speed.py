@@ -193,9 +193,6 @@ def measure_apart(plan: Plan, threads: int) -> list[Row]:
         return pool.submit(measure, plan, threads).result()
 
 
-# --- the report -------------------------------------------------------------------------------------------------------
-
-
 def markdown(rows: list[Row]) -> str:
     """A table for each direction and peer: shapes, layouts and threads down, contenders across."""
     lines = []

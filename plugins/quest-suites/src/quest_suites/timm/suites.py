@@ -4,8 +4,6 @@ from typing import Any
 
 from quest_suites.declaring import number, timing_suite, whole
 
-MODELS = ["vit", "deit3", "eva02", "beit", "swin", "crossvit", "torchvision"]
-
 SUITES: dict[str, dict[str, Any]] = {
     "vision/strokes": {
         "summary": "a 4-layer ViT classifies the direction of most strokes of a generated image; synthetic data",
@@ -21,7 +19,10 @@ SUITES: dict[str, dict[str, Any]] = {
     },
     "time/timm": timing_suite(
         "a training step of models of timm, torchvision and plain PyTorch against their own attention",
-        [*MODELS, "vit-by-hand", "vit-universal", "decoder-universal", "encoder-universal"],
+        [
+            *("vit", "deit3", "eva02", "beit", "swin", "crossvit", "torchvision"),
+            *("vit-by-hand", "vit-universal", "decoder-universal", "encoder-universal"),
+        ],
         12,
         least=True,
     ),

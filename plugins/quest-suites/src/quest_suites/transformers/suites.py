@@ -4,8 +4,6 @@ from typing import Any
 
 from quest_suites.declaring import number, timing_suite, whole
 
-MODELS = ["bert", "roberta", "vit", "gpt2", "llama", "qwen3", "mistral", "bart", "t5", "decode-mha", "decode-gqa"]
-
 SUITES: dict[str, dict[str, Any]] = {
     "transformers/bytes-lm": {
         "summary": "a decoder of four layers predicts the bytes of Python's own documentation",
@@ -43,7 +41,7 @@ SUITES: dict[str, dict[str, Any]] = {
     },
     "time/transformers": timing_suite(
         "a training step of small models, and decoding with a full cache, against transformers' own sdpa",
-        MODELS,
+        ["bert", "roberta", "vit", "gpt2", "llama", "qwen3", "mistral", "bart", "t5", "decode-mha", "decode-gqa"],
         12,
         least=True,
     ),

@@ -40,7 +40,7 @@ def read(path: Path) -> Tensor:
     return torch.frombuffer(data, dtype=torch.int16) / 2**15
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     """Write SpokenDigits_TRAIN.parquet and SpokenDigits_TEST.parquet."""
     parser = argparse.ArgumentParser(prog="python -m quest_suites.tsai.spoken", description=__doc__)
     parser.add_argument("recordings", type=Path, help="the folder recordings of a clone")
@@ -67,8 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         path = given.folder / f"SpokenDigits_{split}.parquet"
         pd.DataFrame(own).to_parquet(path)
         print(f"wrote {path}: {len(own)} series")
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()
