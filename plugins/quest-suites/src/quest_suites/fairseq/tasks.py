@@ -30,7 +30,7 @@ RATES = {f"perplexity with {percent} % swapped": percent / 100 for percent in (1
 """Metric -> share of the test's words that are swapped."""
 
 NO_PARAMETERS = ("version", "_float_tensor", "output_projection.weight", ENTRY)
-"""Ends of keys of a state dict that are no distinct parameters; shared embeddings have two keys."""
+"""Ends of keys of a state dict that add no parameter; shared embeddings have two keys."""
 MERGES = 500
 """Byte-pair merges of lm/pydocs."""
 SMOKE_UPDATES = 4
