@@ -20,18 +20,7 @@ import torch
 from torch import Tensor
 
 from quest_core.errors import ConfigError
-from quest_suites.contract import (
-    Cell,
-    Progress,
-    Result,
-    Trained,
-    about,
-    load_state,
-    observe,
-    over_rates,
-    save_state,
-    sweep,
-)
+from quest_suites.contract import Cell, Progress, Result, Trained, load_state, observe, over_rates, save_state, sweep
 
 SMOKE_GRAPHS = (24, 8, 8)
 SMOKE_EPOCHS = 2
@@ -116,7 +105,8 @@ def run_graph(cell: Cell, progress: Progress, *, watch: int = 0) -> Result:
         series={"train_loss": losses, "validation": scores, **observed},
         details={
             "best_epoch": best["epoch"] + 1,
-            **about(model.model),
+            "injected": str(model.model.attention_report),
+            "parameters": sum(p.numel() for p in model.parameters()),
             "graphs": [len(loader.dataset) for loader in (train, validation, test)],
             "classes": cfg.share.dim_out,
             "config": cfg.dump(),
