@@ -217,11 +217,8 @@ def test(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Compare QUEST with standard attention on real images; arguments are those of `quest bench run`."""
-    bench, out = [need(session, CORE).with_name("quest"), "bench"], "runs/demo"
-    cells = ["images/digits", "--attention", "standard,quest", "--seeds", "0-7", "--out", out]
-    call(session, [*bench, "run", *cells, *session.posargs])
-    call(session, [*bench, "report", out])
+    """Compare QUEST with standard attention on real images."""
+    call(session, [need(session, CORE), "-m", "quest_research.demo", "--out", "runs/demo", *session.posargs])
 
 
 @nox.session
