@@ -1,7 +1,5 @@
 """Cache: what one attention layer remembers between the steps of incremental decoding."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -168,7 +166,7 @@ class Cache:
         """Forget all tokens; the memory stays for the next sequences."""
         self.crop(0)
 
-    def copy(self) -> Cache:
+    def copy(self) -> "Cache":
         """Return an independent copy: steps of one do not change the other."""
         made = copy.copy(self)
         tensors = [*self._memory.values(), *self.states.values()]

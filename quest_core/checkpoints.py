@@ -5,8 +5,6 @@ mechanism other than `standard` has a buffer that holds its configuration as tex
 copies a tensor.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import warnings
@@ -139,7 +137,7 @@ class CheckpointGuard(nn.Module):
         self.attention_from = None
         self.verdict = (None, True)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CheckpointGuard:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CheckpointGuard":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.attention_is_not_standard is not None:  # `to_empty` has left nothing of the text
             self.attention_is_not_standard = encode(self.config).to(self.attention_is_not_standard.device)

@@ -3,8 +3,6 @@
 No other file of quest_core reads a private name of PyTorch, except the dictionaries and hooks of nn.Module.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 import warnings

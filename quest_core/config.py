@@ -13,8 +13,6 @@ An option inside the brackets of a component that has it is that component's; wh
 one name, a mapping says which is meant by ``{"entmax.alpha": 1.3}``.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import json
@@ -44,7 +42,7 @@ class AttentionConfig:
     options: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
-    def parse(cls, spec: AttentionSpec) -> AttentionConfig:
+    def parse(cls, spec: "AttentionSpec") -> "AttentionConfig":
         """Read a name, ``name(key=value)``, a mapping, JSON text or an AttentionConfig.
 
         Raises:
@@ -117,7 +115,7 @@ class AttentionConfig:
         """Whether it is the attention of every host; adapters then keep its exact rounding and its checkpoints."""
         return self.means(STANDARD)
 
-    def means(self, spec: AttentionSpec) -> bool:
+    def means(self, spec: "AttentionSpec") -> bool:
         """Return whether `spec` is this attention; False if it is unknown here.
 
         An omitted option equals its default. Options that only initialize a fresh model are not compared.
@@ -136,7 +134,7 @@ class AttentionConfig:
         named = {o.starts: self.option(o.name) for o in options if o.starts in ("q", "k")}
         return {role: norm for role, norm in named.items() if role is not None and norm is not None}
 
-    def without_initial_norms(self) -> AttentionConfig:
+    def without_initial_norms(self) -> "AttentionConfig":
         """Return the same attention without the options that only set initial norms."""
         names = {o.name for component in self.components for o in component.options if o.starts in ("q", "k")}
         return replace(self, options=tuple((key, value) for key, value in self.options if key not in names))

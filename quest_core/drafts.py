@@ -7,8 +7,6 @@
 `restore` undoes `assign`, unless parameters were replaced.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every error the library raises on purpose: each says what was found, what is allowed and how to fix it."""
 
-from __future__ import annotations
-
 import difflib
 import operator
 from collections.abc import Iterable

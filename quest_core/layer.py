@@ -1,7 +1,5 @@
 """Attention: projections around a mechanism, with masks and a cache."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

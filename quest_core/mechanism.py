@@ -1,7 +1,5 @@
 """Mechanism: one attention, ready to apply to q, k and v, composed of its parts."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import threading

@@ -1,7 +1,5 @@
 """MultiheadAttention: torch.nn.MultiheadAttention with another mechanism inside."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

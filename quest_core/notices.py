@@ -3,8 +3,6 @@
 A host with a logger of its own gets them by a handler that its plugin adds to ours (`Adapter.forward_notices`).
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Operations on tensors below the formulas: unit vectors, masks, products of shared heads, blocks of queries."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

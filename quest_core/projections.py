@@ -8,8 +8,6 @@ all of k, then all of v), and by head inside a role; `head_sizes` counts them. W
 and 64 features per head, `Packed("qkv")` has 256 rows: q in 0 to 127, k in 128 to 191, v in 192 to 255.
 """
 
-from __future__ import annotations
-
 from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -65,7 +63,7 @@ class HeadSizes:
         return self.num_heads * self.head_dim, self.kv_heads * self.key_dim, self.kv_heads * self.value_dim
 
     @property
-    def full(self) -> HeadSizes:
+    def full(self) -> "HeadSizes":
         """The sizes of the host: all its key/value heads, of D key features."""
         return replace(self, kv_heads=self.host_kv_heads or self.num_heads, key_dim=self.head_dim)
 
@@ -83,7 +81,7 @@ class Projections:
 
     entries: tuple[tuple[str, str], ...]  # each Linear or parameter, with its roles, a part of "qkv" in order of rows
 
-    def __add__(self, other: Projections) -> Projections:
+    def __add__(self, other: "Projections") -> "Projections":
         return Projections(self.entries + other.entries)
 
     def rows(self, module: nn.Module, sizes: HeadSizes, role: str) -> dict[str, Tensor]:

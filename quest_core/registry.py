@@ -7,8 +7,6 @@ An installed package names a module under the entry-point group `quest.attention
 classes. Such packages are imported when a name is unknown or when all names are needed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re
@@ -172,7 +170,7 @@ class Component(nn.Module):
         """Whether a host's own call of softmax attention computes it, given what the score prepares."""
         return cls.axis in ("score", "grouping") or (cls.axis == "normalizer" and cls.fused)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Component:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Component":
         before = dict(self._buffers) if self.stateful else {}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, was in before.items():

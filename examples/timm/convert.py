@@ -7,8 +7,6 @@ Debian's package dataset-fashion-mnist or from the folder --data. Every model is
 stock model is too, as the control.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import gzip

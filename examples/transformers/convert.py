@@ -6,8 +6,6 @@ The model is a small GPT-2 on bytes, trained here from random weights on Python'
 in the standard library). Every model is fine-tuned on the same batches; the stock model is too, as the control.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import statistics

@@ -7,8 +7,6 @@ Fashion-MNIST, from Debian's package dataset-fashion-mnist or from the folder --
 from the same weights and see the same images, noise and times.
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import statistics

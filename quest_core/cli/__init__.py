@@ -1,7 +1,5 @@
 """The `quest` command: what is installed, whether it works, and the commands of other packages."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

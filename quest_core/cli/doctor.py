@@ -1,7 +1,5 @@
 """`quest doctor`: which installed plugins and packages of mechanisms work, and how to fix the others."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 import sys

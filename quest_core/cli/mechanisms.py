@@ -1,7 +1,5 @@
 """`quest list` and `quest check`: list the mechanisms, explain a text, test a mechanism."""
 
-from __future__ import annotations
-
 import math
 
 import torch

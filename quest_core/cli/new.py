@@ -1,7 +1,5 @@
 """`quest new-mechanism` and `quest new-plugin`: copy an example distribution under another name."""
 
-from __future__ import annotations
-
 import keyword
 import re
 import shlex

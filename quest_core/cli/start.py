@@ -3,8 +3,6 @@
 :mod:`quest_core.hosts.launch` starts it, and :mod:`quest_core.tools.script` looks into the models in its process.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import importlib.util

@@ -5,8 +5,6 @@ Everything that is the same for all hosts (refusals, random state, atomic replac
 :mod:`quest_core.hosts.inject`.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from abc import ABC

@@ -1,7 +1,5 @@
 """Find attention that no adapter knows: judge what a search saw while it ran an example."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -25,8 +25,6 @@ rules below, one for each group of functions.py: `follow` chooses, `_scale` mult
 `_change_base` sees what was changed in place.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -83,7 +81,7 @@ class Origin:
     axis: int | None = None  # that of features; of a softmax, its own; None if it is not known
     learned: tuple[bool, ...] = ()  # which operands of a product are parameters
     operands: tuple[Any, ...] = ()  # what is known of both operands
-    mixes: tuple[Origin, ...] = ()  # the products of which this linear layer mixes the logits
+    mixes: "tuple[Origin, ...]" = ()  # the products of which this linear layer mixes the logits
     multiplied: bool = False  # its entries were multiplied by a tensor of zeros and ones
     frames: tuple[Any, ...] = ()  # the modules that were running
     softmaxes: list[Any] = field(default_factory=list)  # that were taken of this product
@@ -119,19 +117,19 @@ class Flow(NamedTuple):
     bent: bool = False  # one of `ACTIVATIONS` was applied since
     gate: float = 1.0  # the part of the factor in tensors of one entry, which may be gates in a batch of one
 
-    def marked(self, why: str | None) -> Flow:
+    def marked(self, why: str | None) -> "Flow":
         """Return the flow after something odd. The first reason stays, but a part with a factor gives way to it."""
         return self._replace(odd=why) if why and self.odd in (None, PART) else self
 
-    def partial(self) -> Flow:
+    def partial(self) -> "Flow":
         """Return the flow of a sum or a join, of whose parts one has this factor, and another has not."""
         return self._replace(odd=PART, factor=1.0) if self.odd in (None, PART) else self
 
-    def times(self, by: float) -> Flow:
+    def times(self, by: float) -> "Flow":
         """Return the flow after a multiplication."""
         return self._replace(factor=self.factor * by)
 
-    def widened(self, shape: torch.Size) -> Flow:
+    def widened(self, shape: torch.Size) -> "Flow":
         """Return the flow with its places repeated to a shape."""
         if self.places is None or self.places.shape == shape:
             return self

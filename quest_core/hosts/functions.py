@@ -4,8 +4,6 @@ Each group below is one rule of following.py or search.py. A function in none of
 logits become odd. Names are those of `name_of`.
 """
 
-from __future__ import annotations
-
 import functools
 import numbers
 from collections.abc import Callable, Iterator

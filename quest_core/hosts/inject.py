@@ -1,7 +1,5 @@
 """inject: put another attention into a model that exists already, and say what was replaced."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import re
@@ -144,7 +142,7 @@ class Request:
     allow_partial: bool = False
 
     @classmethod
-    def read(cls, options: Mapping[str, Any], where: str, others: Iterable[str] = ()) -> Request | None:
+    def read(cls, options: Mapping[str, Any], where: str, others: Iterable[str] = ()) -> "Request | None":
         """Return what `options` ask for, or None; ConfigError for an unknown, misspelt or misplaced key or value.
 
         Args:

@@ -7,8 +7,6 @@ torch_geometric, ...), that host's adapter is installed, before anything of the 
 processes are served alike.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

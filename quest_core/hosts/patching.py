@@ -4,8 +4,6 @@ Standard library only, and loadable without the package around it: `quest run` u
 it, where importing quest_core, and PyTorch with it, would cost seconds.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import sys

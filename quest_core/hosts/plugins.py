@@ -9,8 +9,6 @@ A plugin whose host has two modules declares one entry point per module, both wi
 the distribution (or several extras, ``host-...``) lists the supported versions of the host.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """Run an example of a model, and note its calls of attention, products and softmaxes, which are judged afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -47,7 +45,7 @@ class Frame:
     module: nn.Module
     known: bool  # it is a part of attention that is known, and not looked into
     products: list[Origin] = field(default_factory=list)  # that were formed in it, or in modules that it called
-    softmaxes: list[Softmax] = field(default_factory=list)
+    softmaxes: "list[Softmax]" = field(default_factory=list)
     calls: int = 0  # how often it called an attention function
 
 
@@ -137,7 +135,7 @@ class Search(Following):
         self.lost = _Tensors()  # such tensors, and what was made from them
         self.entrywise = _Tensors()  # products by entries of two projected activations
 
-    def run(self, example: Any, *, changed: bool = False) -> Search:
+    def run(self, example: Any, *, changed: bool = False) -> "Search":
         """Run the model, on other values if `changed`. Random state and buffers stay as they were."""
         modules = [module for module in self.paths if not isinstance(module, torch.jit.ScriptModule)]  # take no hooks
         handles = [module.register_forward_pre_hook(self._enter, with_kwargs=True) for module in modules]

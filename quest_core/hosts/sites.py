@@ -4,8 +4,6 @@ The forward of such a module stays the host's. It runs in a TorchFunctionMode, w
 else; it is active only inside that forward and in its thread, so PyTorch is not patched and other models pay nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re

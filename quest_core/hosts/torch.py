@@ -1,7 +1,5 @@
 """The adapter of plain PyTorch models."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from torch import nn
@@ -23,7 +21,7 @@ class TorchAttention(HostAttention, MultiheadAttention):
         return Capabilities(causal=cross, cross=cross, dropout=host.dropout > 0, hands_on_input=True)
 
     @classmethod
-    def adopt(cls, host: nn.Module, config: AttentionConfig, **sizes: Any) -> TorchAttention:
+    def adopt(cls, host: nn.Module, config: AttentionConfig, **sizes: Any) -> "TorchAttention":
         """Return the draft of the drop-in; InputError if weights of `host` are parametrized."""
         known = {name for name, _ in cls.projections.entries}
         if host._parameters.keys() - known or nn.utils.parametrize.is_parametrized(host):

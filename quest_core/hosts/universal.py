@@ -6,8 +6,6 @@ subclass, in whose forward that one call goes to a Mechanism. Projections, rotar
 host's.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Mapping
@@ -77,7 +75,7 @@ class Call(Found):
             causal=self.causal, cross=self.cross, dropout=self.dropout, weights=self.weights, pairs=self.masked
         )
 
-    def join(self, other: Call) -> Call:
+    def join(self, other: "Call") -> "Call":
         """Return what two calls have in common; `_attend` repeats keys and values that have fewer heads."""
         fewer, most = sorted((self.kv_heads, other.kv_heads))
         if most % fewer == 0:
@@ -90,7 +88,7 @@ class Call(Found):
         """The factor of the call on q·k, as a number."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
-    def with_factors(self, of_q: float | None, of_k: float | None, *, separable: bool) -> Call:
+    def with_factors(self, of_q: float | None, of_k: float | None, *, separable: bool) -> "Call":
         """Return the call of a host that multiplied its queries and keys by factors, None if they are not known.
 
         They count as its scale if they make the scale of the call to 1/√D, and else stay. `separable` says that these
@@ -178,7 +176,7 @@ class Routed(FoundSite):
     found_attention: Call
     undone: tuple[float, float]  # factors of the host on queries and keys that give way to the scale of the score
 
-    def attention_mode(self) -> _Route | None:
+    def attention_mode(self) -> "_Route | None":
         """Return the mode that redirects the calls, or None where the host computes the same and no Monitor watches."""
         return None if self.mechanism.is_standard and self.mechanism.monitor is None else _Route(self)
 

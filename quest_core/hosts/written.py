@@ -6,8 +6,6 @@ subclass, in whose forward the operands of that one product are prepared by the 
 way to the score's own. Bias, mask, softmax and dropout stay the host's. With `standard` nothing is touched.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -48,7 +46,7 @@ class _Turn(NamedTuple):
     lacks_heads: bool  # one key head for all query heads
 
     @classmethod
-    def of(cls, letters: str, axes: Axes) -> _Turn:
+    def of(cls, letters: str, axes: Axes) -> "_Turn":
         order = "".join(letter for letter in "".join(axes) if letter in letters)
         lacks_heads = axes.heads not in letters
         if order == letters:
@@ -183,7 +181,7 @@ class WrittenOut(FoundSite):
     untouched: bool
     keeps_queries: bool  # the score takes the queries as they are
 
-    def attention_mode(self) -> _Preparing | None:
+    def attention_mode(self) -> "_Preparing | None":
         """Return the mode that prepares operands, or None where the host computes the same and no Monitor watches."""
         return None if self.untouched and self.mechanism.monitor is None else _Preparing(self)
 
@@ -326,7 +324,7 @@ class _Preparing(Comparing):
         places = (rounds * len(self.known.products) + place for place, *_ in known.terms)
         return [self.formed.pop(place) for place in places if place in self.formed]
 
-    def _show(self, formed: list[_Formed], logits: Tensor, planes: _Planes | None, dim: int) -> None:
+    def _show(self, formed: list[_Formed], logits: Tensor, planes: "_Planes | None", dim: int) -> None:
         """Hand q, k and the logits of a softmax over `dim` to the Monitor."""
         if self.known.shifted:
             for layer in self.mechanism.monitor:

@@ -4,8 +4,6 @@
 and Y = σ(Q) ⊙ (the average of the values weighted by the softmax of K_t' + w_tt' over t'), [A] equation 2.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

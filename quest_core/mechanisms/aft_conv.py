@@ -4,8 +4,6 @@ Few tokens take the plain formula, a softmax of keys and biases over all tokens.
 convolution with exp(w) − 1 and a global sum; where that would cancel or underflow, the plain formula in blocks.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

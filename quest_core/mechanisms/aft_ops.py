@@ -7,8 +7,6 @@ feature. The keys that a block meets without a bias enter as one token: a pair (
 with its value v is the pair (k, (v, 1)).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -6,8 +6,6 @@ key/value head a query head uses. Around the normalizer there may be a ScoreMod,
 Output, which changes what comes out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Each layer needs the values of the layer before it, in the same forward pass. `q
 the layer before; without it a layer raises UnsupportedError.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -55,7 +53,7 @@ class Elliptical(Standard):
         # from its backward pass on.
         self._step: list[Tensor] = []
 
-    def follow(self, previous: Elliptical | None) -> None:
+    def follow(self, previous: "Elliptical | None") -> None:
         """Set the layer before this one; None makes it the first."""
         self._previous = (previous,)
         if previous is not None:
@@ -137,7 +135,7 @@ class Elliptical(Standard):
             return None
         return before if self._order is None else self._order[1](before)
 
-    def _take(self, previous: Elliptical | None, kept: Tensor) -> Tensor | None:
+    def _take(self, previous: "Elliptical | None", kept: Tensor) -> Tensor | None:
         """Return the values that `previous` has left in this forward pass, and leave `kept` for the next layer."""
         thread, before = 0 if is_compiling() else threading.get_ident(), None
         if previous is None:  # a forward pass begins, so values of one that ended early are out of date

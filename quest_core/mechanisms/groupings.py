@@ -1,7 +1,5 @@
 """Groupings: which key/value head a query head uses. [G] is Key-Driven GQA, Khan et al."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar
 

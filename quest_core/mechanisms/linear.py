@@ -5,8 +5,6 @@ causal, earlier chunks of tokens reach a query through the sum at the start of i
 products inside. Sums are kept in float32 or wider. An additive mask b multiplies the weight of a key by exp(b).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

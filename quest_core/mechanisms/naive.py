@@ -1,7 +1,5 @@
 """Plain formulas that several references share, in the dtype of their inputs; the fast paths use none of them."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Normalizers: logits to weights. Softmax has fused kernels; large calls of the others take blocks of queries."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeAlias

@@ -1,7 +1,5 @@
 """Scores: how queries and keys meet. Formulas: [Q] is QUEST, arXiv 2604.00199."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import ClassVar

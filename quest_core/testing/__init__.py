@@ -11,8 +11,6 @@
 >>> check_mechanism("quest+gqa(kv_heads=2)")
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from .mechanisms import CHECKS as CHECKS

@@ -3,8 +3,6 @@
 Every public function of this module is a check.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

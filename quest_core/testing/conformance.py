@@ -4,8 +4,6 @@ The chain of proof: `standard` through the adapter equals the host's own attenti
 another mechanism differs from `standard` only inside the module that the reference checks (so the mathematics is).
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -1,7 +1,5 @@
 """check_mechanism: whether a mechanism is right, and whether it keeps what its class declares."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 

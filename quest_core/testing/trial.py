@@ -1,7 +1,5 @@
 """The tools of the checks of a mechanism: the mechanism under test, its inputs, and the wording of a failure."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -71,7 +69,7 @@ class Trial:
             return TOKENS
         return LONG
 
-    def build(self, seed: int = 0, groups: int | None = None) -> Layers:
+    def build(self, seed: int = 0, groups: int | None = None) -> "Layers":
         """Return the mechanism in float64 and evaluation, with random parameters; `groups` are a host's key heads."""
         torch.manual_seed(seed)
         made = Layers(self.config, self.chained, groups).double().eval()

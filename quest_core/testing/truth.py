@@ -1,7 +1,5 @@
 """A mechanism computed by the references of its components, in place of their modules."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -1,7 +1,5 @@
 """calibrate: replace standard attention of a pretrained model by quest, with almost no change at first."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

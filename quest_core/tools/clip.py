@@ -1,7 +1,5 @@
 """QK-clip: scale the queries of heads whose logits grow beyond a threshold."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """The page of quest watch: curves of what was measured, and what the latest values mean."""
 
-from __future__ import annotations
-
 import html
 import io
 import json

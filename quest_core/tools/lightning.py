@@ -1,7 +1,5 @@
 """A callback that logs measurements of attention; `lightning` or `pytorch_lightning` must be installed."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

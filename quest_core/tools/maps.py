@@ -1,7 +1,5 @@
 """attention_maps: the weights of every attention of a model, although fused kernels never form them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 

@@ -1,7 +1,5 @@
 """Monitor: what the attention of a model does while it trains, in a few numbers per layer and head."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -127,7 +125,7 @@ class Monitor:
         for layer in self.layers.values():
             layer.remove()
 
-    def __enter__(self) -> Monitor:
+    def __enter__(self) -> "Monitor":
         return self
 
     def __exit__(self, *_: object) -> None:

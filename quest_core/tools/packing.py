@@ -4,8 +4,6 @@ On a GPU the variable-length flash kernels read packed sequences as they are. El
 share a padded batch, because padding all sequences to the longest one costs O(N²) per sequence.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools

@@ -3,8 +3,6 @@
 https://quest-attention.github.io/quest/distributed/
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

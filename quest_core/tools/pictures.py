@@ -1,7 +1,5 @@
 """Pictures of attention: the weights of every head, and what each key gets, on the image or under its token."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """quest watch and quest maps: look into the models of a script, without a change of the script."""
 
-from __future__ import annotations
-
 import atexit
 import copy
 import functools

@@ -1,7 +1,5 @@
 """Watch measures attention at every n-th step of a training, for loggers and in words."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable
@@ -123,7 +121,7 @@ class Watch:
             self._monitor.remove()
             self._monitor = None
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> "Watch":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -5,8 +5,6 @@
 docs/generate.py makes docs/transforms.md of it; tests/grid/test_transforms.py compares every cell with it.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import subprocess

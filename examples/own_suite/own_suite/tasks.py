@@ -1,7 +1,5 @@
 """A small Transformer that says which class a sequence has."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """A small framework that stands in for the host: its attention is written as in many real ones."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -53,7 +51,7 @@ class GroupedAttention(nn.Module):
         self.attn_drop = nn.Dropout(attn_drop)
         self.o_proj = nn.Linear(dim, dim)
 
-    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: "Cache | None" = None) -> Tensor:
         """[B, N, E] -> [B, N, E]; with a cache, the first call may have many tokens and the others have one."""
         q, k, v = (
             project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H or G, N, D]

@@ -1,7 +1,5 @@
 """The suite that every adapter inherits, once per kind of model, and the surfaces of this host."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

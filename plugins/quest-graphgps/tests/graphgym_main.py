@@ -1,7 +1,5 @@
 """A main of GraphGym, which PyTorch Geometric's wheel does not bring, with GraphGPS's model."""
 
-from __future__ import annotations
-
 import torch
 from pytorch_lightning import seed_everything
 from torch_geometric.graphgym.cmd_args import parse_args

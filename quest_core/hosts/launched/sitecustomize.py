@@ -3,8 +3,6 @@
 Standard library only, until a host is imported.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

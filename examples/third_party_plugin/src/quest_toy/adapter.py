@@ -1,7 +1,5 @@
 """ToyAdapter: the attention classes of the host, their replacements, and the model that accepts `attention=`."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar

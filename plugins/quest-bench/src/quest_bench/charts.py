@@ -1,7 +1,5 @@
 """The charts of a report as Vega-Lite specifications: drawn by the page itself, and as PNG for Markdown."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """`quest bench`: ls, run, status, report, merge and compare."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

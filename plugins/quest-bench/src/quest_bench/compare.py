@@ -1,7 +1,5 @@
 """Two runs of one grid, compared row by row: what a change did."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The content of a data folder: which tasks it holds, and a fingerprint of each."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """From the cells of a run's folder to the tables of its report: rows, comparisons and conclusions."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

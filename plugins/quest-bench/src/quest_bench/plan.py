@@ -1,7 +1,5 @@
 """From a command line to cells: which suites exist, what was asked for, and the grid of it."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.util
@@ -67,7 +65,7 @@ class Suite:
         """The metric, with its unit unless that says the same."""
         return self.metric if self.unit in ("", self.metric) else f"{self.metric} ({self.unit})"
 
-    def views(self) -> Iterator[Suite]:
+    def views(self) -> "Iterator[Suite]":
         """The suite once for each metric that a report shows, its own first."""
         yield self
         for other in self.also:
@@ -86,7 +84,7 @@ class Suite:
         return values
 
     @classmethod
-    def read(cls, info: Mapping[str, Any], record: Record) -> Suite:
+    def read(cls, info: Mapping[str, Any], record: Record) -> "Suite":
         """A declaration and its name under "suite"; raises PluginError naming the keys that are missing."""
         missing = [key for key in ("summary", "tasks", "metric") if key not in info]
         if missing:

@@ -1,7 +1,5 @@
 """The report of a run's folder: report.html (one file, no outside resources) and report.md."""
 
-from __future__ import annotations
-
 import base64
 import functools
 import gzip

@@ -1,7 +1,5 @@
 """Runs a plan's cells, each in a process of its own, a few at a time, and shows how they get on."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -107,7 +105,7 @@ class Display:
         self.all = self.bars.add_task("[bold]all cells", total=total, text=f"0 of {total}")
         self.running: dict[Path, TaskID] = {}
 
-    def __enter__(self) -> Display:
+    def __enter__(self) -> "Display":
         self.bars.start()
         return self
 

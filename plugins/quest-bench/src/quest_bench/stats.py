@@ -4,8 +4,6 @@ A seed maps to a number. A seed that failed or diverged maps to NaN, and is a lo
 not finished is absent.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import statistics

@@ -14,8 +14,6 @@
     DIR/results.parquet                  written by `report`: all cells in one table, which `report` can read again
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

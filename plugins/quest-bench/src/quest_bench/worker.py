@@ -16,8 +16,6 @@ Numbers: JSON has no NaN and no infinities; they are written as ``{"$float": "na
 :func:`decode` reads them back exactly.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

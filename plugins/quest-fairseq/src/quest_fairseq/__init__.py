@@ -4,8 +4,6 @@
 >>> model = TransformerLanguageModel.from_pretrained("checkpoints", "checkpoint_best.pt", "data-bin")
 """
 
-from __future__ import annotations
-
 from .adapter import FairseqAdapter as FairseqAdapter
 
 FairseqAdapter().install()

@@ -1,7 +1,5 @@
 """FairseqAdapter: where fairseq's attention is, and what it asks of a mechanism."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Iterable

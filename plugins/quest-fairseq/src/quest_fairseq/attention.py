@@ -4,8 +4,6 @@ It keeps fairseq's sub-modules under their names. With fewer key/value heads (gq
 are smaller, and a checkpoint of the full size is pooled on load. fairseq passes tensors as [T, B, E], tokens first.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``quest-fairseq average``: the mean of checkpoints; fairseq's scripts/average_checkpoints.py is in no wheel."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ fairseq builds a model, then its attention is replaced. The random state is that
 with ``attention: standard`` repeats the stock one.
 """
 
-from __future__ import annotations
-
 import functools
 from argparse import ArgumentParser
 from collections.abc import Callable
@@ -22,7 +20,7 @@ from torch import nn
 from .config import Options, read
 
 PREFIX = "quest_"
-BUILDS: ContextVar[Build | None] = ContextVar("BUILDS", default=None)
+BUILDS: "ContextVar[Build | None]" = ContextVar("BUILDS", default=None)
 
 
 @dataclass

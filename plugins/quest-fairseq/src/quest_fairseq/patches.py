@@ -1,7 +1,5 @@
 """What this plugin changes in fairseq, and why; the README lists it. `FairseqAdapter.uninstall` undoes it."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import warnings

@@ -6,8 +6,6 @@ logits. `quest` normalizes k and r and has no other factor, so ‖q_i + u‖ + �
 neither a token nor a position draws attention from every query by the length of its key.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

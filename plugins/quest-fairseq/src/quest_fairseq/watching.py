@@ -1,7 +1,5 @@
 """The options `--watch-attention`, which logs what attention does, and `--qk-clip`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

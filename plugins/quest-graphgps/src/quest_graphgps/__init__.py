@@ -6,8 +6,6 @@
 In GraphGym it is ``gnn.attention`` in the yaml, in GraphGPS ``gt.attention``.
 """
 
-from __future__ import annotations
-
 from .adapter import GraphGPSAdapter as GraphGPSAdapter
 
 GraphGPSAdapter().install()

@@ -1,7 +1,5 @@
 """``python -m quest_graphgps main.py --cfg FILE`` is ``quest run --host graphgps main.py --cfg FILE``."""
 
-from __future__ import annotations
-
 import sys
 
 from quest_core.cli import main

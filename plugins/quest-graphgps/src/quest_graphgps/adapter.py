@@ -1,7 +1,5 @@
 """GraphGPSAdapter: where the attention of PyTorch Geometric's and GraphGPS's graph Transformers is."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

@@ -5,8 +5,6 @@ its square for each of them. If that is more than copying the nodes into one seq
 through `quest_core.attention_packed`.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

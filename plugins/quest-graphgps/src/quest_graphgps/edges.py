@@ -1,7 +1,5 @@
 """EdgeAttention: PyTorch Geometric's TransformerConv, whose queries meet only the keys at the other ends of edges."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, ClassVar
 

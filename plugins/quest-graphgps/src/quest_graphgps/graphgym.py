@@ -5,8 +5,6 @@ to ``gt``. PyTorch Geometric's GraphGymModule builds the model in both hosts, wh
 injected there: before the optimizer, in all layers at once, under the parameter names of the stock model.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import re

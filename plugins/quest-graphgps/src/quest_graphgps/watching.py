@@ -1,7 +1,5 @@
 """The keys `gnn.watch_attention`, by which the logs hold what attention does in each epoch, and `gnn.qk_clip`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """MmdetAdapter: where mmdet's attention is."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The attention of mmdet itself with another mechanism inside; that of mmcv is in `quest_mmengine.layers`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mmdet.models.backbones.pvt import SpatialReductionAttention as HostSpatialReductionAttention

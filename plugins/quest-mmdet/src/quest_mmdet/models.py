@@ -4,8 +4,6 @@
 >>> backbone = dict(type="quest_mmdet.SwinTransformer", attention="quest", ...)
 """
 
-from __future__ import annotations
-
 from mmdet.models import backbones, detectors
 
 from .adapter import MmdetAdapter

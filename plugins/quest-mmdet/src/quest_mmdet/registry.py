@@ -1,7 +1,5 @@
 """The registries that mmengine looks into for ``type='quest_mmdet.X'``."""
 
-from __future__ import annotations
-
 from mmdet.registry import MODELS as MMDET_MODELS
 from mmengine.registry import HOOKS as MMENGINE_HOOKS
 from mmengine.registry import Registry

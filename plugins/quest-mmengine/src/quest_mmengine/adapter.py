@@ -7,8 +7,6 @@ optimizer, EMA, `init_weights` and `load_from`, so all of these see the new para
 names of the parameters are the host's. Any other `attention` in a config is an error.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

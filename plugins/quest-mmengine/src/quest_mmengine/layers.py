@@ -1,7 +1,5 @@
 """The attention that mmsegmentation and mmdetection share: mmcv's, and that of Swin."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """A hook that writes measurements of attention to mmengine's log and visualizers (TensorBoard, W&B, ...)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mmengine.hooks import Hook

@@ -3,8 +3,6 @@
 mmengine imports this package by itself when a config names one of its types.
 """
 
-from __future__ import annotations
-
 from .adapter import MmsegAdapter as MmsegAdapter
 
 MmsegAdapter().install()

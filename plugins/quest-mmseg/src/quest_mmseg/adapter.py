@@ -1,7 +1,5 @@
 """MmsegAdapter: where mmseg's attention is."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -8,8 +8,6 @@ mmcv asks torch.nn.MultiheadAttention for weights that it does not read. These m
 the fused kernel too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@
 >>> backbone = dict(type="quest_mmseg.VisionTransformer", attention="quest", ...)
 """
 
-from __future__ import annotations
-
 from mmseg.models import backbones, decode_heads, segmentors
 
 from .adapter import MmsegAdapter

@@ -1,7 +1,5 @@
 """The registries that mmengine looks into for ``type='quest_mmseg.X'``."""
 
-from __future__ import annotations
-
 from mmengine.registry import HOOKS as MMENGINE_HOOKS
 from mmengine.registry import Registry
 from mmseg.registry import MODELS as MMSEG_MODELS

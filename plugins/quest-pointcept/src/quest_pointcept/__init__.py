@@ -11,8 +11,6 @@ With torch-pointcloud:
 >>> model = PointTransformerV3Segmentation(in_channels=4, num_classes=16, attention="quest")
 """
 
-from __future__ import annotations
-
 from .adapter import PointceptAdapter as PointceptAdapter
 from .on_cpu import train_on_cpu as train_on_cpu
 

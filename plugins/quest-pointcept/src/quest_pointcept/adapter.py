@@ -1,7 +1,5 @@
 """PointceptAdapter: finds serialized attention, replaces it, and lets the hosts accept `attention=`."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import replace

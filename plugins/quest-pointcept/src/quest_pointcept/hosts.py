@@ -4,8 +4,6 @@ The constructor of a model builds the stock model and then injects. Pointcept's 
 hold a backbone and torch-pointcloud's `create_model` all call the constructor.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util
@@ -107,7 +105,7 @@ class Asked:
     batches: int = 0
 
     @classmethod
-    def read(cls, options: Mapping[str, Any], where: str, others: Iterable[str] = ()) -> Asked | None:
+    def read(cls, options: Mapping[str, Any], where: str, others: Iterable[str] = ()) -> "Asked | None":
         """Return what `options` ask for, or None; arguments and errors as of `Request.read`."""
         attention = options.get("attention")
         if "calibrate" in options or re.search(r"\bcalibrate\s*=", str(attention)):

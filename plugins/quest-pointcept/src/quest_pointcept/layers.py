@@ -9,8 +9,6 @@ on a GPU from Ampere on by PyTorch's variable-length flash kernel, elsewhere in 
 flash-attn itself is not needed. Where the host multiplies matrices, all patches are equally long and share one batch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import MutableMapping
 from contextlib import AbstractContextManager, nullcontext

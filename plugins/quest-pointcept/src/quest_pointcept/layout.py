@@ -5,8 +5,6 @@ points attend inside their patch. A cloud of more than K points is filled up to 
 the missing points from the patch before, slot by slot, so that no mask is needed.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Sequence
@@ -38,7 +36,7 @@ class Patches:
     real: Tensor | None = None
 
     @functools.cached_property
-    def padded(self) -> Patches:
+    def padded(self) -> "Patches":
         """The same patches filled up to the longest, with `real`: one dense batch."""
         lengths = torch.tensor(self.plan.lengths)[:, None]  # [P, 1]
         position = torch.arange(int(lengths.max()))

@@ -1,7 +1,5 @@
 """What spconv's CPU build lacks for training. Imports nothing of this package, so tests load it without the plugin."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

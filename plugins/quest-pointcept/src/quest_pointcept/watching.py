@@ -1,7 +1,5 @@
 """A hook that writes measurements of attention to Pointcept's log, TensorBoard and W&B."""
 
-from __future__ import annotations
-
 import math
 
 from quest_core import Watch

@@ -4,8 +4,6 @@
 >>> model = timm.create_model("vit_tiny_patch16_224", attention="quest")
 """
 
-from __future__ import annotations
-
 from .adapter import TimmAdapter as TimmAdapter
 
 TimmAdapter().install()

@@ -4,8 +4,6 @@ Every model of timm is built by `build_model_with_cfg`, which also loads pretrai
 module that has imported it, and injects between the construction and the loading.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools

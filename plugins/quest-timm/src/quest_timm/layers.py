@@ -5,8 +5,6 @@ Only the forward is another: there is one path, whether `fused_attn` is on or of
 the projections are smaller, and a host checkpoint is pooled on load.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from types import NoneType

@@ -4,8 +4,6 @@
 >>> model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="quest")
 """
 
-from __future__ import annotations
-
 from .adapter import TransformersAdapter as TransformersAdapter
 
 TransformersAdapter().install()

@@ -1,7 +1,5 @@
 """TransformersAdapter: where the attention of a transformers model is, and how `attn_implementation` reaches it."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """What an attention module of transformers is made of, read from its attributes and from its forward's source."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import textwrap

@@ -12,8 +12,6 @@ A layer that holds other keys already, that is given something else than the key
 class is not one of `CACHE_LAYERS`, keeps what the host gives it.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

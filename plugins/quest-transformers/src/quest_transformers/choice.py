@@ -1,7 +1,5 @@
 """Which attention a config asks for: one for all modules, or one for each role in an encoder-decoder model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -29,7 +27,7 @@ class Choice:
     cross: AttentionConfig
 
     @classmethod
-    def parse(cls, spec: ChoiceSpec) -> Choice:
+    def parse(cls, spec: ChoiceSpec) -> "Choice":
         """Return the choice that `spec` means.
 
         Args:

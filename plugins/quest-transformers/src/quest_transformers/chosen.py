@@ -1,7 +1,5 @@
 """Put a chosen attention into each module of a model: the one of its config, or of a call."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import replace

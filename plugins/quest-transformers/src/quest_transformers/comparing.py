@@ -3,8 +3,6 @@
 `from_pretrained` does not call `load_state_dict`, so no load hook of quest_core runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Set
 from itertools import takewhile
 from types import SimpleNamespace

@@ -5,8 +5,6 @@ this plugin, transformers refuses the name there. While a model exists, its ``co
 `OUR_FUNCTIONS`.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Iterator, Mapping

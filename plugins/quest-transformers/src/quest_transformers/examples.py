@@ -1,7 +1,5 @@
 """Runs of a model on inputs of the plugin's own: they find attention that calls no AttentionInterface."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Arguments for the forward of a model or of a module in it, made from the names of its parameters and its config."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

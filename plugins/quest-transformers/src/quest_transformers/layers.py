@@ -5,8 +5,6 @@ A module of transformers projects, applies RoPE and extends its cache, then call
 with a `Mechanism` gets prepared queries and keys. Nothing else that the model does changes.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math
@@ -103,7 +101,7 @@ class View(Projected):
     """The parameters of a replacement, described; a replacement itself keeps the class and the config of its host."""
 
     @classmethod
-    def of(cls, module: Any) -> View:
+    def of(cls, module: Any) -> "View":
         """Return a view of a module that `replace` made, whose projections are known."""
         made: Any = object.__new__(cls)
         made.__dict__.update(vars(module))
@@ -142,7 +140,7 @@ class Rules:
     last_values: bool
 
     @classmethod
-    def of(cls, mechanism: Mechanism, anatomy: Anatomy) -> Rules:
+    def of(cls, mechanism: Mechanism, anatomy: Anatomy) -> "Rules":
         """Return the rules of a mechanism in a module."""
         prepared = prepares(mechanism.config)
         return cls(

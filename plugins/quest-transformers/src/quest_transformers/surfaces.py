@@ -7,8 +7,6 @@ checkpoint's. `install` puts them in place.
     set_attn_implementation  _set_attention
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import sys

@@ -1,7 +1,5 @@
 """A callback that adds measurements of attention to everything that Trainer logs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@
 >>> learn = TSClassifier(X, y, splits=splits, arch="TSTPlus", arch_config={"attention": "quest"})
 """
 
-from __future__ import annotations
-
 from .adapter import TsaiAdapter as TsaiAdapter
 
 TsaiAdapter().install()

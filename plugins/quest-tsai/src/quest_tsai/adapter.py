@@ -4,8 +4,6 @@ tsai copies names between its modules (``from x import *``), so a function has m
 everywhere. `change_host` therefore wraps methods of classes where it can. A notebook may import tsai first.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from typing import Any, ClassVar

@@ -9,8 +9,6 @@ tsai always forms the attention weights. The classes here form them only if the 
 them, so that a seeded run draws the same masks). Otherwise the mechanism's fused path runs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

@@ -3,8 +3,6 @@
 `TsaiAdapter` puts it in place.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """A callback that adds measurements of attention to what fastai logs after each epoch."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """ALiBi: the farther away a key is, the smaller its logit."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Differential attention: the weights of one head less those of another, in both published versions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

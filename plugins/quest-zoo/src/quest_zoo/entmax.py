@@ -1,7 +1,5 @@
 """α-entmax: sparse weights, between softmax (α → 1) and sparsemax (α = 2)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

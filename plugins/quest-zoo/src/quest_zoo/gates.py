@@ -1,7 +1,5 @@
 """Gates that read the layer's input: on the output, and on what is forgotten."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """What stands between free keys and unit keys: a gain, and norms over a running scale of their head."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

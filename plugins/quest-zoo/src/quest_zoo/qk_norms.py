@@ -1,7 +1,5 @@
 """QK norms as shipped models have them, with learned gains. They act after the host's rotary embedding."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

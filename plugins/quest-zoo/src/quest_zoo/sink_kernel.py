@@ -1,7 +1,5 @@
 """Softmax attention with a sink by PyTorch's kernel for CPUs, which returns the sums of the exponentials too."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Softmax with one more logit, whose weight goes to no value."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

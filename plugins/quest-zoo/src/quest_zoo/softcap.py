@@ -1,7 +1,5 @@
 """A soft cap: logits that cannot grow beyond a bound."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

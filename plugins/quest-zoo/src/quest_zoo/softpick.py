@@ -1,7 +1,5 @@
 """Softpick: keys with negative logits get no weight, and the weights need not sum to 1."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

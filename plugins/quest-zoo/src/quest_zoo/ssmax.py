@@ -1,7 +1,5 @@
 """Scalable softmax: sharper attention with more keys."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Exclusive self-attention: the output of a token has no share of its own value."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from quest_core import Option, Output, register
