@@ -213,6 +213,8 @@ def test(session: nox.Session) -> None:
     )
     again = f"QUEST_TEST_SEED={seed} {shlex.join(['./dev', 'test', *session.posargs])}"
     close(session, stages, f"to draw the same random numbers again: {again}")
+    if chosen and not any(stage.passed or stage.failed or stage.skips for stage in stages):
+        session.error("no test was chosen by these paths and options; those marked slow run with --full")
 
 
 @nox.session
