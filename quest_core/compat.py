@@ -275,12 +275,19 @@ def _refusal(name: str) -> Tensor:
 
 
 _FLEX = "torch.nn.attention.flex_attention"
+INDUCTOR = "torch._inductor."  # how the names of modules begin that hold compiled graphs
 
 
 def force_eager() -> AbstractContextManager[Any]:
     """Let compiled functions run as they are written; flex_attention compiles itself."""
     compiles = {"torch._dynamo", _FLEX} & sys.modules.keys()  # else nothing is compiled
     return torch.compiler.set_stance("force_eager") if compiles and VERSION >= (2, 6) else nullcontext()
+
+
+def uncompiled(function: Function) -> Function:
+    """Return a function of which torch.compile compiles nothing, not even a part."""
+    loaded = "torch._dynamo" in sys.modules  # else nothing is compiled, and importing the compiler takes seconds
+    return torch.compiler.disable(function) if loaded else function
 
 
 @constant_result

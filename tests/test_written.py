@@ -1022,6 +1022,30 @@ def test_compiles_to_one_graph(name):
     torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="eager")(x), wanted)
 
 
+@pytest.mark.needs_torch("2.6", "torch.compile of function modes")
+@pytest.mark.parametrize("attention", ["quest", "sigmoid"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_graph_may_break_inside_of_a_site(backend, attention):
+    """PyTorch then compiles parts of the host's forward, and runs these graphs in the mode that has changed them."""
+
+    def spelling(m, q, k, v):
+        logits = torch.einsum("bhid,bhjd->bhij", q, k) * D**-0.5
+        torch._dynamo.graph_break()
+        return F.softmax(logits, -1) @ v
+
+    model, x = make(spelling)
+    quest_core.inject(model, attention, example=x)
+    wanted = model.eval()(x)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    torch.testing.assert_close(compiled(x), wanted)
+    with quest_core.Monitor(model) as monitor:
+        torch.testing.assert_close(compiled(x), wanted)
+        found = monitor.collect(flat=True)
+        model(x)
+        assert found == pytest.approx(monitor.collect(flat=True))
+
+
 @pytest.mark.parametrize("name", RIGHT)
 def test_copies_and_lower_precisions_compute_the_same(name):
     model, x = injected(name)

@@ -15,8 +15,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function
 
-from ..compat import fx_node, is_compiling, require, same_random_state
+from ..compat import INDUCTOR, fx_node, is_compiling, require, same_random_state, uncompiled
 from ..config import AttentionConfig
 from ..drafts import draft, host_class
 from ..errors import UnsupportedError
@@ -101,8 +102,11 @@ class FoundSite(nn.Module):
             return super().forward(*args, **kwargs)
         if compiling:
             require("torch.compile of attention that an example found", (2, 6))
+        forward = super().forward
+        if self.mechanism.monitor is not None and not compiling:  # a graph of a part of it would show nothing
+            forward = uncompiled(forward)
         with mode:
-            out = super().forward(*args, **kwargs)
+            out = forward(*args, **kwargs)
         mode.finish()
         return out
 
@@ -167,12 +171,15 @@ def _context(frame: FrameType) -> Any:
 def in_compiled_graph(site: nn.Module) -> bool:
     """Return whether a graph of torch.compile makes the call that a mode sees; it was changed when it was compiled.
 
-    Such graphs are code of torch.fx. A site may hold code of torch.fx too, whose calls are the host's. The compiler of
-    PyTorch before 2.6 does not see the mode: UnsupportedError.
+    Such graphs are code of Inductor or torch.fx. A site may hold code of torch.fx too, whose calls are the host's. The
+    compiler of PyTorch before 2.6 does not see the mode: UnsupportedError.
     """
-    frame = sys._getframe(2)  # that calls the mode
+    frame: Any = sys._getframe(2)  # that calls the mode
+    if frame.f_code is handle_torch_function.__code__:  # for a function in Python, such as einsum
+        frame = frame.f_back.f_back
     owner = frame.f_locals.get("self") if frame.f_code.co_filename.startswith("<eval_with_key>") else None
     found = isinstance(owner, nn.Module) and all(owner is not module for module in site.modules())
+    found = found or str(frame.f_globals.get("__name__")).startswith(INDUCTOR)
     if found:
         require("a compiled function inside of attention that an example found", (2, 6))
     return found
