@@ -1024,14 +1024,28 @@ def test_compiles_to_one_graph(name):
 
 @pytest.mark.needs_torch("2.6", "torch.compile of function modes")
 @pytest.mark.parametrize("attention", ["quest", "sigmoid"])
+@pytest.mark.parametrize("breaks", [(1,), *(pytest.param(x, marks=pytest.mark.slow) for x in ((0,), (2,), (0, 1, 2)))])
+@pytest.mark.parametrize("by", ["einsum", *(pytest.param(x, marks=pytest.mark.slow) for x in ("matmul", "baddbmm"))])
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_graph_may_break_inside_of_a_site(backend, attention):
+def test_a_graph_may_break_inside_of_a_site(backend, by, breaks, attention):
     """PyTorch then compiles parts of the host's forward, and runs these graphs in the mode that has changed them."""
 
+    def at(place, x):
+        if place in breaks:
+            torch._dynamo.graph_break()
+        return x
+
     def spelling(m, q, k, v):
-        logits = torch.einsum("bhid,bhjd->bhij", q, k) * D**-0.5
-        torch._dynamo.graph_break()
-        return F.softmax(logits, -1) @ v
+        q = at(0, q)
+        if by == "einsum":
+            logits = torch.einsum("bhid,bhjd->bhij", q, k) * D**-0.5
+        elif by == "matmul":
+            logits = q @ k.mT * D**-0.5
+        else:
+            one, two = q.flatten(0, 1), k.flatten(0, 1)
+            empty = one.new_zeros(one.shape[0], one.shape[1], two.shape[1])
+            logits = torch.baddbmm(empty, one, two.mT, beta=0, alpha=D**-0.5).unflatten(0, q.shape[:2])
+        return at(2, F.softmax(at(1, logits), -1)) @ v
 
     model, x = make(spelling)
     quest_core.inject(model, attention, example=x)
