@@ -93,12 +93,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def side_by_side(function: Callable[[X], Y], items: Iterable[X], workers: int = 2) -> list[Y]:
     """Return the results of a function that calls `run`, some at a time. An interrupt ends all commands."""
     with ThreadPoolExecutor(workers) as pool:
+        results = [pool.submit(function, item) for item in items]
         try:
-            return [*pool.map(function, items)]
+            return [result.result() for result in results]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in [*_running]:
-                _end(process)
+            while not all(result.done() for result in results):  # a function may be about to run its next command
+                for process in [*_running]:
+                    _end(process)
+                time.sleep(0.05)
             raise
 
 

@@ -424,11 +424,13 @@ def test_the_processes_of_a_command_end_with_it(tmp_path):
 
 def test_an_interrupt_ends_commands_that_run_side_by_side(tmp_path):
     script = f"""
-import sys
+import signal
 from pathlib import Path
 from devtools import running
 def sleep(number):
-    return running.run(["bash", "-c", f"echo $$ > {tmp_path}/{{number}}; sleep 60"], Path("{tmp_path}/log"))
+    for _ in range(2):
+        running.run(["bash", "-c", f"echo $$ > {tmp_path}/{{number}}; sleep 60"], Path("{tmp_path}/log"))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 running.side_by_side(sleep, range(3))
 """
     process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.DEVNULL)

@@ -94,7 +94,7 @@ def test_tools_share_a_model_and_the_last_gives_it_back():
     assert watch.step()
     watch.close()
     watch.close()
-    model(x)
+    model(10 * x)
     assert clip.step()
     clip.close()
     assert [type(module) for module in model.modules()] == kinds
