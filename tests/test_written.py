@@ -1289,6 +1289,28 @@ def test_a_table_is_made_once_and_is_no_product_of_the_attention(length):
         torch.testing.assert_close(found, fresh(x))
 
 
+class OneHead(nn.Module):
+    """Attention of one head, for tokens with or without an axis for the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x):
+        weights = (self.q(x) @ self.k(x).mT * D**-0.5).softmax(-1)
+        return weights @ self.v(x)
+
+
+@pytest.mark.parametrize("shape", [(B, N, D), (N, D)])
+def test_linear_layers_may_be_products_later(monkeypatch, shape):
+    """DeepSpeed's ZeRO-3 makes them so."""
+    model, x = OneHead(), torch.randn(shape)
+    quest_core.inject(model, "quest", example=x)
+    expected = model(x)
+    monkeypatch.setattr(F, "linear", lambda x, weight, bias: x.matmul(weight.t()) + bias)
+    torch.testing.assert_close(model(x), expected)
+
+
 def test_another_mask_than_in_the_example_is_the_hosts():
     model, x = make(changed)
     quest_core.inject(model, "quest", example=x)

@@ -47,7 +47,10 @@ def explain(text: str) -> int:
             value = config.option(f"{part.name}.{option.name}")
             print(f"    {option.name} = {'null' if value is None else value}: {option.doc}; takes {option.allowed}")
     refused = [f"  refuses {words}: '{part.name}'" for part in config.components for words in refusals(part)]
-    print(*(refused or ["  refuses nothing that a host may ask for"]), sep="\n")
+    print(
+        *(refused or ["  works with causal and cross-attention, caches, dropout, rotary positions, sets and graphs"]),
+        sep="\n",
+    )
     shapes = [part.name for part in config.components if part.learnable]
     print(f"  parameters: {'added by ' + ', '.join(shapes) if shapes else 'none of its own'}")
     if any(part.unit_keys for part in config.components):

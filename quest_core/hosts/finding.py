@@ -20,7 +20,7 @@ from .functions import from_last
 from .search import UNSEEN, Frame, Operand, Search, Softmax, contracted
 from .sites import KEPT, FoundSite, looks_like_attention, norm_note, within
 from .universal import Call, Routed
-from .written import Product, SoftmaxOf, Written, WrittenOut
+from .written import PROJECTION, Product, SoftmaxOf, Written, WrittenOut
 
 UNIVERSAL, WRITTEN_OUT = "universal", "written out"
 """Names of the adapters of what an example finds, as reports have them."""
@@ -125,9 +125,7 @@ class _Judge:
         if not all(math.isclose(one.scale, found[0].scale) for one in found):
             raise UnsupportedError("it forms products with two scales, and a site has one")
         facts = functools.reduce(Written.join, (replace(one, products=()) for one in found))
-        products = [
-            roles.get(origin, None if origin.is_activation else Product(origin.equation)) for origin in frame.products
-        ]
+        products = [roles.get(origin, _other_product(origin)) for origin in frame.products]
         softmaxes, start = list[SoftmaxOf](), frame.products[0].number
         for softmax in frame.softmaxes:
             terms = sorted(
@@ -256,6 +254,13 @@ class _Judge:
             note=norm_note(k.norm) or (KEPT if undone != factors else ""),
             query=q.like,
         )
+
+
+def _other_product(origin: Origin) -> Product | None:
+    """Return what a run knows of a product that is not of queries and keys."""
+    if any(origin.learned):
+        return PROJECTION
+    return None if origin.is_activation else Product(origin.equation)
 
 
 def _query(softmax: Softmax, origin: Origin) -> int:

@@ -20,7 +20,7 @@ from ..config import AttentionConfig
 from ..mechanisms.base import Score
 from ..projections import HeadSizes
 from .adapter import Capabilities, mechanism_for
-from .following import Comparing, Flow, Origin, same_factor
+from .following import Comparing, Flow, Origin, is_learned, same_factor
 from .functions import NO_EQUATION, PRODUCTS_AND_SOFTMAX, SOFTMAX, alpha, equation, from_last, is_counted, operands
 from .sites import Found, FoundSite, beyond_operands, in_compiled_graph, refuse_checkpoint, site_draft, without_factors
 from .universal import ATTENTION_FUNCTIONS
@@ -100,6 +100,10 @@ class Product:
         return operands if self.query == 0 else operands[::-1]
 
 
+PROJECTION = Product(NO_EQUATION)
+"""Any product with a parameter that is not of queries and keys."""
+
+
 class SoftmaxOf(NamedTuple):
     """A softmax in a module's forward."""
 
@@ -112,7 +116,7 @@ class SoftmaxOf(NamedTuple):
 class Written(Found):
     """The products and softmaxes of one module's forward, which repeats them any number of times."""
 
-    products: tuple[Product | None, ...]  # in order; None for those of weights with values, or with parameters
+    products: tuple[Product | None, ...]  # in order; None for those of weights with values
     softmaxes: tuple[SoftmaxOf, ...] = ()  # in order
     multiplied: bool = False  # some logits were multiplied by a tensor of zeros and ones, as by a mask
     # The letters of the product in the order in which all logits hold its entries; None if they hold others, or if
@@ -234,11 +238,15 @@ class _Preparing(Comparing):
         number = self.products
         place = number % len(self.known.products)
         self.products += 1
-        product = self.known.products[place]
-        parts = None if product is None else operands(name, args, kwargs)
-        if product is None or parts is None:
+        product, parts = self.known.products[place], operands(name, args, kwargs)
+        if parts is None:
             return func(*args, **kwargs)
         head, a, b, rest = parts
+        if self.eager and product != PROJECTION and self._projects(product, a, b):
+            self.products = number
+            return func(*args, **kwargs)
+        if product is None or product == PROJECTION:
+            return func(*args, **kwargs)
         if self.eager:
             if (letters := equation(name, head, a, b) or NO_EQUATION) != product.equation:
                 self.refuse(f"forms the product {letters}, and the example {product.equation}")
@@ -258,6 +266,15 @@ class _Preparing(Comparing):
         if self.eager:
             self.note(out, (Flow(Origin("product", place), alpha(rest)), *self.addends(head, rest)))
         return out
+
+    @staticmethod
+    def _projects(product: Product | None, a: Tensor, b: Tensor) -> bool:
+        """Return whether a product is that of a linear layer, as DeepSpeed's ZeRO-3 computes it, and not `product`.
+
+        The queries of `product` may be a parameter.
+        """
+        learned = [is_learned(x if x._base is None else x._base) for x in (a, b)]
+        return sum(learned) == 1 if product is None else any(product.in_order(learned)[1:])
 
     def _prepare(self, product: Product, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Return q and k, which have the host's factors, as the score prepares them, in the layout of the host."""
