@@ -171,7 +171,9 @@ def compare_layers(
 
     CheckpointError if a layer has another attention. `missing_keys` is PyTorch's list, one object per load.
     """
-    given = {_unwrap(key): value for key, value in state_dict.items()}
+    # set_model_state_dict(full_state_dict=True) fills in the model's own tensors.
+    own = {id(x) for x in (*module.parameters(), *module.buffers())}
+    given = {_unwrap(key): value for key, value in state_dict.items() if id(value) not in own}
     modules = dict(module.named_modules(prefix=prefix[:-1], remove_duplicate=False))
     for path, guard in modules.items():
         if not isinstance(guard, CheckpointGuard) or guard.verdict[0] is missing_keys:
@@ -181,8 +183,6 @@ def compare_layers(
         weights = _weights(modules[layer], layer, path) if layer in modules else missing_keys
         missing = [name for name in map(_unwrap, weights) if name not in given]
         entry = given.get(f"{where}.{ENTRY}" if where else ENTRY)
-        if entry is guard.attention_is_not_standard and not missing_keys:
-            entry = None  # set_model_state_dict(full_state_dict=True) fills in the model's own tensors
         fits = entry is None and _lacks_weights(_unwrap(layer), where, given, missing)
         guard.verdict = missing_keys, fits or compare(entry, guard.config, guard.attention_from, where, missing_keys)
     _refuse_entries_of_hosts(modules, given)

@@ -210,6 +210,17 @@ def test_a_file_without_the_weights_of_a_layer_does_not_name_its_attention(kept)
         model("quest").load_state_dict(stock, strict=False)
 
 
+def test_each_file_of_several_names_the_attention_of_its_own_layers():
+    """As accelerate's load_checkpoint_in_model loads them: PyTorch fills in the model's own tensors."""
+    state, target = model("quest").state_dict(), model("quest")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AttentionMismatchWarning)
+        for layer in ("layers.0.", "layers.1."):
+            file = {name: x for name, x in state.items() if name.startswith(layer)}
+            LOADERS["set_model_state_dict(full_state_dict)"](target, file)
+    torch.testing.assert_close(target.state_dict(), state)
+
+
 @pytest.mark.parametrize("attention_from", [None, "quest"])
 def test_a_new_layer_starts_fresh(attention_from):
     """As in a model with one more layer; PyTorch returns the missing keys."""
