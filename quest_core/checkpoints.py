@@ -139,13 +139,14 @@ class CheckpointGuard(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CheckpointGuard":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.attention_is_not_standard is not None:  # `to_empty` has left nothing of the text
-            self.attention_is_not_standard = encode(self.config).to(self.attention_is_not_standard.device)
+        now = self.attention_is_not_standard
+        if now is not None:  # `to_empty` left nothing of the text, and accelerate reads no buffers of modules on disk
+            self.attention_is_not_standard = encode(self.config).to("cpu" if now.is_meta else now.device)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         own, key = self.attention_is_not_standard, prefix + ENTRY
-        _, _, missing_keys, *_ = arguments
+        metadata, _, missing_keys, *_ = arguments
         if self.verdict[0] is not missing_keys:  # no module around has compared this load
             compare_layers(self, state_dict, prefix, *arguments)
         fits, self.verdict = self.verdict[1], (None, True)
@@ -157,7 +158,7 @@ class CheckpointGuard(nn.Module):
             state_dict.update({name: x for name, x in mine.items() if not x.is_meta} | shared)
         state_dict.pop(key, None)
         if own is not None:
-            if own.is_meta:  # load_state_dict(assign=True) takes the tensors of the state dict
+            if metadata.get("assign_to_params_buffers"):  # load_state_dict(assign=True)
                 device = next((x.device for x in state_dict.values() if isinstance(x, Tensor)), "cpu")
                 own = encode(self.config).to(device)
             state_dict[key] = own

@@ -261,6 +261,16 @@ def test_offloading_gives_the_same_output(kind, wrap, tmp_path):
         torch.testing.assert_close(found, want, rtol=limit, atol=limit, msg=lambda text, a=attention: f"{a}: {text}")
 
 
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_a_checkpoint_is_dispatched_to_disk(attention, tmp_path):
+    """accelerate leaves the buffers of a module on disk where they are, and refuses those on the meta device."""
+    model = net("call", attention)
+    accelerate.Accelerator(cpu=True).save_model(model, tmp_path)
+    made, places = copy.deepcopy(model).to("meta"), {"self_attn": "disk", "out": "cpu"}
+    made = accelerate.load_checkpoint_and_dispatch(made, tmp_path, places, offload_folder=tmp_path / "disk")
+    assert made(X).equal(model(X))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("wrap", [offload, disk, dispatch, prepare])
 def test_attention_is_replaced_in_an_offloaded_model_or_refused(kind, wrap, tmp_path):
