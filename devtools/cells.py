@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -147,7 +146,7 @@ def _named_cells(command: str, declared: Mapping[str, Any]) -> Iterator[tuple[st
             options[key] = first if isinstance(options[key], str) else json.loads(first)
     asked = dict(itertools.pairwise(flags)).get("--attention", "standard,quest")
     attentions = re.split(r",\s*(?![^(]*\))", asked)
-    attentions = [one for one in attentions if find_spec("quest_zoo") or _is_known(one)]
+    attentions = [one for one in attentions if entry_points(group="quest.attention", name="zoo") or _is_known(one)]
     tasks = list(filter(None, selector[len(name) + 1 :].split(","))) or declared[name]["tasks"]
     yield from ((name, tasks[0], attention, options) for attention in attentions)
     yield from ((name, task, attentions[0], options) for task in tasks[1:])

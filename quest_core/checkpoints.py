@@ -28,8 +28,11 @@ _WRAPPERS = re.compile(r"\b_(fsdp_wrapped_module|checkpoint_wrapped_module|orig_
 _warned: list[object] = [None]  # the latest load that was warned about
 
 
-class AttentionMismatchWarning(UserWarning):
-    """A checkpoint of standard attention is loaded into a model with another one."""
+class AttentionMismatchWarning(Warning):
+    """A checkpoint of standard attention is loaded into a model with another one.
+
+    UserWarnings would be hidden where fastai is imported, as by tsai.
+    """
 
 
 def encode(config: AttentionConfig) -> Tensor:

@@ -277,7 +277,10 @@ def find(name: str) -> type[Component]:
     """Return the mechanism of a name; ConfigError with the nearest names and the packages that cannot be used."""
     if name not in _mechanisms and name not in mechanisms():
         broken = [f"; not usable: {package}" for package in packages() if package.problem]
-        raise ConfigError(f"attention: '{name}' is not a mechanism; {one_of(name, _mechanisms)}{''.join(broken)}")
+        raise ConfigError(
+            f"attention: '{name}' is not a mechanism; {one_of(name, _mechanisms)}{''.join(broken)}; "
+            "quest-zoo and other packages have more (docs/mechanisms.md)"
+        )
     return _mechanisms[name]
 
 

@@ -265,6 +265,15 @@ def test_a_new_layer_around_a_module_without_weights_starts_fresh():
         large.load_state_dict(stock, strict=False)
 
 
+def test_a_host_that_hides_warnings_of_users_shows_this_one():
+    """As fastai does when it is imported."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", category=UserWarning)
+        model("quest").load_state_dict(model("standard").state_dict())
+    assert [warning.category for warning in caught] == [AttentionMismatchWarning]
+
+
 def test_attention_from_names_what_is_loaded():
     target = model("quest+sigmoid")
     set_attention_from(target, "quest")

@@ -189,6 +189,7 @@ FAILURES = {  # a model, options of calibrate, and its error
     "not standard": (lambda: quest_core.inject(model(), "quest")[0], {}, ConfigError, "this one has: quest"),
     "no attention": (lambda: nn.Linear(E, E), {}, InjectionError, "has no attention"),
     "no batches": (model, {"batches": []}, InputError, "no batches"),
+    "one batch": (model, {"batches": {"src": X[0]}}, InputError, r"found one dict; write \[batch\]"),
     "no tensors": (model, {"forward": lambda m, batch: m(batch).sum().item()}, InputError, "forward="),
     "an unused layer": (Unused, {}, InputError, "'unused.layers.0.self_attn' saw no key"),
     "nan": (model, {"batches": [X[0] + math.nan]}, InputError, "none with a finite norm"),

@@ -6,6 +6,7 @@ The model is a small GPT-2 on bytes, trained here from random weights on Python'
 in the standard library). Every model is fine-tuned on the same batches; the stock model is too, as the control.
 """
 
+import argparse
 import copy
 import math
 import statistics
@@ -20,7 +21,6 @@ import quest_core
 import quest_transformers  # noqa: F401  registers the name
 
 ATTENTION = "quest"
-SEEDS = 3  # at least 2
 STEPS, TUNE = 800, 150  # updates of the stock model, and after the conversion
 LENGTH, BATCH, PIECE = 64, 16, 2048
 
@@ -64,8 +64,11 @@ def perplexity(model: nn.Module, data: Tensor) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3, help="trainings to average over, at least 2")
+    seeds = parser.parse_args().seeds
     data, held_out = text()
-    found = [run(seed, data, held_out) for seed in range(SEEDS)]
+    found = [run(seed, data, held_out) for seed in range(seeds)]
     print("perplexity per byte on held-out text, mean (spread over seeds), before and after fine-tuning")
     for name in found[0]:
         columns = zip(*(each[name] for each in found), strict=True)

@@ -3,7 +3,7 @@
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,8 @@ def calibrate(
     """
     target = AttentionConfig.parse(attention)
     refuse_uncalibratable(target)
+    if isinstance(batches, Mapping | Tensor):
+        raise InputError(f"batches must be a list of inputs; found one {type(batches).__name__}; write [batch]")
     batches = list(batches)
     if not batches:
         raise InputError("calibrate was given no batches; it measures key norms on a few inputs like those of training")

@@ -98,8 +98,12 @@ def test_numbers_are_right(fake):
     [
         ([50.0, 52.0, 54.0], [51.0, 52.0, 53.0], UNDECIDED),  # paired t
         ([50.0, math.nan, 54.0], [50.0, 51.0, 53.0], UNDECIDED),  # sign
-        ([50.0, 52.0, 54.0], [50.0, 52.0, 54.0], "quest equals standard on every seed."),
-        ([42.5] * 3, [42.5] * 3, "quest equals standard on every seed, and every cell has 42.50."),  # nothing learned
+        ([50.0, 52.0, 54.0], [50.0, 52.0, 54.0], "quest has the result of standard on every seed."),
+        (
+            [42.5] * 3,
+            [42.5] * 3,
+            "quest has the result of standard on every seed, and every cell has 42.50.",
+        ),  # nothing learned
     ],
 )
 def test_the_headline_says_equal_only_of_equal_values(fake, standard, quest, words):

@@ -103,7 +103,7 @@ def ls(
     suite: Annotated[str, typer.Argument(metavar="SUITE", help="A suite, or the first words of several.")] = "",
     python: Python = None,
 ) -> None:
-    """List suites with their tasks, options, data and the state of their plugin.
+    """List suites and the state of their plugins; of those that are named, their tasks, options and data.
 
     Example:
 
@@ -125,7 +125,9 @@ def ls(
             Text(f"{record.name}: {record.status}", style="green" if record.status == "ok" else "red"),
         )
     console.print(table if shown else "no suite is installed; fix: pip install quest-suites")
-    for one in shown.values():
+    if not suite and shown:
+        console.print("\ntasks and options of a suite: quest bench ls SUITE")
+    for one in shown.values() if suite else ():
         console.print(f"\n[cyan]{one.name}[/]  {one.summary}")
         console.print(Text(f"tasks: {', '.join(one.tasks)}"))
         if one.data:

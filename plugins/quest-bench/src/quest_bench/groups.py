@@ -134,8 +134,9 @@ class Group:
         compared = [row for row in self.rows if row.comparison and row.comparison.test]
         if not compared:
             hint = "quest bench report --baseline NAME compares with another"
-            missing = "" if self.row(self.baseline) else f", because {self.baseline} was not run ({hint})"
-            return f"Nothing is compared with {self.baseline}{missing}."
+            few = "a test needs two seeds (quest bench run --seeds 0-4)"
+            why = few if self.row(self.baseline) else f"{self.baseline} was not run ({hint})"
+            return f"Nothing is compared with {self.baseline}: {why}."
         parts = []
         for word, mark in (("better", "▲"), ("worse", "▼")):
             names = [f"{row.attention} ({self._gain(row)})" for row in compared if row.mark == mark]
@@ -145,7 +146,8 @@ class Group:
         if equal:
             values = {value for row in self.rows for value in row.values.values()}
             alike = f", and every cell has {number(values.pop())}" if len(values) == 1 else ""
-            parts.append(f"{join(equal)} equal{'s' if len(equal) == 1 else ''} {self.baseline} on every seed{alike}")
+            have = "has" if len(equal) == 1 else "have"
+            parts.append(f"{join(equal)} {have} the result of {self.baseline} on every seed{alike}")
         for test in ("paired t", "sign"):
             of_test = [row for row in compared if row.comparison and row.comparison.test == test]
             undecided = [row for row in of_test if not row.mark and not row.equal]
