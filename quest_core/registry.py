@@ -279,7 +279,7 @@ def find(name: str) -> type[Component]:
         broken = [f"; not usable: {package}" for package in packages() if package.problem]
         raise ConfigError(
             f"attention: '{name}' is not a mechanism; {one_of(name, _mechanisms)}{''.join(broken)}; "
-            "quest-zoo and other packages have more (docs/mechanisms.md)"
+            "quest-zoo and other packages have more: https://quest-attention.github.io/quest/mechanisms/"
         )
     return _mechanisms[name]
 

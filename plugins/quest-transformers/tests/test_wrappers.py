@@ -91,7 +91,7 @@ TUNERS = {
         target_modules=parts, init_r=2, target_r=1, total_step=5, tinit=1, tfinal=1, init_lora_weights=False
     ),
 }
-MULTIPLY = {"loha", "oft", "adalora"}  # weights in the forward, which a written-out site takes for its own
+MULTIPLY = {"oft", "adalora"}  # made weights in the forward, which a written-out site takes for its own
 PAIRS = list(itertools.product(KINDS, TUNERS))
 REFUSED = [("packed", tuner) for tuner in TUNERS if tuner not in ("lora", "modules_to_save")]  # by peft
 TUNED = [pair for pair in PAIRS if pair not in REFUSED]
