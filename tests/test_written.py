@@ -1290,21 +1290,26 @@ def test_a_table_is_made_once_and_is_no_product_of_the_attention(length):
 
 
 class OneHead(nn.Module):
-    """Attention of one head, for tokens with or without an axis for the batch."""
+    """Attention of one head, for tokens with or without an axis for the batch; its logits may have a term of places."""
 
-    def __init__(self):
+    def __init__(self, places):
         super().__init__()
-        self.q, self.k, self.v = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
+        self.q, self.k, self.v, self.r = (nn.Linear(D, D) for _ in range(4))
+        self.places = torch.randn(N, D) if places else None
 
     def forward(self, x):
-        weights = (self.q(x) @ self.k(x).mT * D**-0.5).softmax(-1)
-        return weights @ self.v(x)
+        q = self.q(x)
+        logits = q @ self.k(x).mT
+        if self.places is not None:
+            logits = logits + q @ self.r(self.places).mT
+        return (logits * D**-0.5).softmax(-1) @ self.v(x)
 
 
+@pytest.mark.parametrize("places", [False, True])
 @pytest.mark.parametrize("shape", [(B, N, D), (N, D)])
-def test_linear_layers_may_be_products_later(monkeypatch, shape):
+def test_linear_layers_may_be_products_later(monkeypatch, shape, places):
     """DeepSpeed's ZeRO-3 makes them so."""
-    model, x = OneHead(), torch.randn(shape)
+    model, x = OneHead(places), torch.randn(shape)
     quest_core.inject(model, "quest", example=x)
     expected = model(x)
     monkeypatch.setattr(F, "linear", lambda x, weight, bias: x.matmul(weight.t()) + bias)

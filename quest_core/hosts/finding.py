@@ -256,7 +256,7 @@ class _Judge:
         )
 
 
-def _other_product(origin: Origin) -> Product | None:
+def _other_product(origin: Origin) -> Product | str | None:
     """Return what a run knows of a product that is not of queries and keys."""
     if any(origin.learned):
         return PROJECTION
@@ -330,7 +330,7 @@ def _make_scale(head_dim: int, *factors: float) -> bool:
     return math.isclose(math.prod(factors) * math.sqrt(head_dim), 1, rel_tol=1e-2)
 
 
-def _period(products: list[Product | None], softmaxes: list[SoftmaxOf]) -> int:
+def _period(products: list[Product | str | None], softmaxes: list[SoftmaxOf]) -> int:
     """Return how often a module repeats the same products and softmaxes in one forward."""
     for count in range(len(softmaxes), 1, -1):
         if len(products) % count or len(softmaxes) % count:

@@ -100,8 +100,8 @@ class Product:
         return operands if self.query == 0 else operands[::-1]
 
 
-PROJECTION = Product(NO_EQUATION)
-"""Any product with a parameter that is not of queries and keys."""
+PROJECTION = "projection"
+"""A product with a parameter that is not of queries and keys."""
 
 
 class SoftmaxOf(NamedTuple):
@@ -116,7 +116,7 @@ class SoftmaxOf(NamedTuple):
 class Written(Found):
     """The products and softmaxes of one module's forward, which repeats them any number of times."""
 
-    products: tuple[Product | None, ...]  # in order; None for those of weights with values
+    products: tuple[Product | str | None, ...]  # in order: also PROJECTION, and None for weights with values
     softmaxes: tuple[SoftmaxOf, ...] = ()  # in order
     multiplied: bool = False  # some logits were multiplied by a tensor of zeros and ones, as by a mask
     # The letters of the product in the order in which all logits hold its entries; None if they hold others, or if
@@ -136,7 +136,7 @@ class Written(Found):
     @property
     def prepared(self) -> list[Product]:
         """The products whose operands are prepared."""
-        return [x for x in self.products if x is not None and x.query is not None]
+        return [x for x in self.products if isinstance(x, Product) and x.query is not None]
 
     @property
     def scale(self) -> float:
@@ -245,7 +245,7 @@ class _Preparing(Comparing):
         if self.eager and product != PROJECTION and self._projects(product, a, b):
             self.products = number
             return func(*args, **kwargs)
-        if product is None or product == PROJECTION:
+        if not isinstance(product, Product):
             return func(*args, **kwargs)
         if self.eager:
             if (letters := equation(name, head, a, b) or NO_EQUATION) != product.equation:
@@ -268,13 +268,15 @@ class _Preparing(Comparing):
         return out
 
     @staticmethod
-    def _projects(product: Product | None, a: Tensor, b: Tensor) -> bool:
+    def _projects(product: Product | str | None, a: Tensor, b: Tensor) -> bool:
         """Return whether a product is that of a linear layer, as DeepSpeed's ZeRO-3 computes it, and not `product`.
 
         The queries of `product` may be a parameter.
         """
         learned = [is_learned(x if x._base is None else x._base) for x in (a, b)]
-        return sum(learned) == 1 if product is None else any(product.in_order(learned)[1:])
+        if isinstance(product, Product) and product.query is not None:
+            return learned[1 - product.query]
+        return sum(learned) == 1
 
     def _prepare(self, product: Product, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Return q and k, which have the host's factors, as the score prepares them, in the layout of the host."""
@@ -323,7 +325,7 @@ class _Preparing(Comparing):
         flows = [(f.origin.number, f.factor, f.capped, f.odd) for f in self.flows(logits) if f.origin.kind == "product"]
         flows.sort(key=lambda flow: flow[:2])
         products = [self.known.products[place] for place, *_ in known.terms]
-        attends = any(product is not None and product.query is not None for product in products)
+        attends = any(isinstance(product, Product) and product.query is not None for product in products)
         if attends and (odd := [odd for *_, odd in flows if odd]):
             self.refuse(f"takes its logits through {odd[0]} before the softmax")
         same = [
