@@ -199,6 +199,17 @@ class _Formed(NamedTuple):
     shape: tuple[int, ...]  # of the result
 
 
+def _is_projection(product: Product | str | None, a: Tensor, b: Tensor) -> bool:
+    """Return whether a product is that of a linear layer, as DeepSpeed's ZeRO-3 computes it, and not `product`.
+
+    The queries of `product` may be a parameter.
+    """
+    learned = [is_learned(x if x._base is None else x._base) for x in (a, b)]
+    if isinstance(product, Product) and product.query is not None:
+        return learned[1 - product.query]
+    return sum(learned) == 1
+
+
 class _Preparing(Comparing):
     """Prepares the operands of a site's products; in eager code it also compares the way to the softmax."""
 
@@ -242,7 +253,7 @@ class _Preparing(Comparing):
         if parts is None:
             return func(*args, **kwargs)
         head, a, b, rest = parts
-        if self.eager and product != PROJECTION and self._projects(product, a, b):
+        if self.eager and product != PROJECTION and _is_projection(product, a, b):
             self.products = number
             return func(*args, **kwargs)
         if not isinstance(product, Product):
@@ -266,17 +277,6 @@ class _Preparing(Comparing):
         if self.eager:
             self.note(out, (Flow(Origin("product", place), alpha(rest)), *self.addends(head, rest)))
         return out
-
-    @staticmethod
-    def _projects(product: Product | str | None, a: Tensor, b: Tensor) -> bool:
-        """Return whether a product is that of a linear layer, as DeepSpeed's ZeRO-3 computes it, and not `product`.
-
-        The queries of `product` may be a parameter.
-        """
-        learned = [is_learned(x if x._base is None else x._base) for x in (a, b)]
-        if isinstance(product, Product) and product.query is not None:
-            return learned[1 - product.query]
-        return sum(learned) == 1
 
     def _prepare(self, product: Product, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Return q and k, which have the host's factors, as the score prepares them, in the layout of the host."""
