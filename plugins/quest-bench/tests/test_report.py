@@ -30,7 +30,8 @@ SCORES = {"standard": [50.0, 52.0, 54.0], "quest": [55.0, 57.5, 58.5], "qnorm": 
 
 def write_results(out, settings, scores):
     suite = catalogue().suites["fake/suite"]
-    plan = Plan(suite, {"one": None}, list(scores), [0, 1, 2], parse_settings(suite, settings))
+    seeds = list(range(max(map(len, scores.values()))))
+    plan = Plan(suite, {"one": None}, list(scores), seeds, parse_settings(suite, settings))
     for cell in plan.cells(out):
         cell.workdir.mkdir(parents=True)
         path = store.prepare(cell, suite.metric)
@@ -99,11 +100,8 @@ def test_numbers_are_right(fake):
         ([50.0, 52.0, 54.0], [51.0, 52.0, 53.0], UNDECIDED),  # paired t
         ([50.0, math.nan, 54.0], [50.0, 51.0, 53.0], UNDECIDED),  # sign
         ([50.0, 52.0, 54.0], [50.0, 52.0, 54.0], "quest has the result of standard on every seed."),
-        (
-            [42.5] * 3,
-            [42.5] * 3,
-            "quest has the result of standard on every seed, and every cell has 42.50.",
-        ),  # nothing learned
+        # Nothing was learned.
+        ([42.5] * 3, [42.5] * 3, "quest has the result of standard on every seed, and every cell has 42.50."),
     ],
 )
 def test_the_headline_says_equal_only_of_equal_values(fake, standard, quest, words):
@@ -113,6 +111,20 @@ def test_the_headline_says_equal_only_of_equal_values(fake, standard, quest, wor
     row = group.row("quest")
     assert row.comparison.p == 1
     assert group.conclusion.startswith(words)
+
+
+NO_TEST = {
+    "a test needs two seeds in common": {"standard": [50.0], "quest": [51.0]},
+    "no other attention was run": {"standard": [50.0] * 3},
+    "standard was not run": {"quest": [50.0] * 3, "qnorm": [51.0] * 3},
+}
+
+
+@pytest.mark.parametrize("why", NO_TEST)
+def test_the_headline_says_why_nothing_is_compared(fake, why):
+    write_results(Path("out"), [], NO_TEST[why])
+    (group,) = read_groups(Path("out"), "standard")
+    assert group.conclusion.startswith(f"Nothing is compared with standard: {why}")
 
 
 @pytest.mark.slow

@@ -246,13 +246,13 @@ def test_examples_are_runs_of_the_whole_model():
 @pytest.mark.timeout(900)
 def test_a_sample_of_the_coverage_is_as_its_data_say(tmp_path):
     taken = [row for row in coverage.read().values() if row.package == "transformers" and row.outcome == "taken"]
-    rows = [row for row in taken if "timm" not in row.ways]  # which the environment lacks
+    rows = [row for row in taken if "timm" not in row.ways]  # which the environment does not have
     moved = counted = 0
     for row in random.Random(datetime.date.today().toordinal()).sample(rows, 60):
-        found = coverage.attempt("transformers", row.name)
-        if "requires the timm library" in found.reason:
+        again = coverage.attempt("transformers", row.name)
+        if "requires the timm library" in again.reason:
             continue
-        assert found == row
+        assert again == row
         config, size = next(coverage.configs(row.name))
         if size <= coverage.MOST:
             found = check(config, tmp_path / row.name)

@@ -133,9 +133,11 @@ class Group:
         """The finding in one sentence."""
         compared = [row for row in self.rows if row.comparison and row.comparison.test]
         if not compared:
-            hint = "quest bench report --baseline NAME compares with another"
-            few = "a test needs two seeds (quest bench run --seeds 0-4)"
-            why = few if self.row(self.baseline) else f"{self.baseline} was not run ({hint})"
+            why = "a test needs two seeds in common (quest bench run --seeds 0-4)"
+            if self.row(self.baseline) is None:
+                why = f"{self.baseline} was not run (quest bench report --baseline NAME compares with another)"
+            elif len(self.rows) == 1:
+                why = "no other attention was run"
             return f"Nothing is compared with {self.baseline}: {why}."
         parts = []
         for word, mark in (("better", "▲"), ("worse", "▼")):
