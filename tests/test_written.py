@@ -247,6 +247,24 @@ def bias_and_setitem(m, q, k, v):
     return (padded.softmax(-1)[..., :N] @ v).clamp(-1e4, 1e4)
 
 
+def position_bias(m, q):
+    """Of the tokens after the first, as in MViT."""
+    return q[..., 1:, :] @ m.memory[..., 1:, :].mT
+
+
+@right(lambda m, q, k, v: quest(q, k, v, F.pad(position_bias(m, q), (1, 0, 1, 0))))
+def bias_added_in_place_to_a_part(m, q, k, v):
+    logits = (q * D**-0.5) @ k.mT
+    logits[..., 1:, 1:] += position_bias(m, q)
+    return logits.softmax(-1) @ v
+
+
+@right()
+def projection_by_names(m, q, k, v):
+    q = F.linear(bias=None, input=q, weight=torch.eye(D, dtype=q.dtype))
+    return ((q * D**-0.5) @ k.mT).softmax(-1) @ v
+
+
 def with_sink(m, q, k, v):
     powers = (q @ (k / k.norm(dim=-1, keepdim=True)).mT).exp()
     return powers @ v / (powers.sum(-1, keepdim=True) + math.exp(0.3))

@@ -365,9 +365,12 @@ class Following(TorchFunctionMode):
         base, changes = target._base, step.name not in KEEPS and step.name != "setitem"
         written = [f for x, flows in step.given[1:] if x is not target for f in flows]
         if base is not None and (written or (changes and self.flows(base))):
+            written = [f._replace(places=None) for f in written]
             flows = _merge([*self.flows(base), *written])
             if step.name in WRITES and all(f.origin.is_activation and (f.factor, f.odd) == (1, None) for f in flows):
                 self.note(base, tuple(f._replace(places=None) for f in flows))  # a cache
+            elif step.name in SUMS and _products(self.flows(base)) and not _products(written):
+                self.note(base, flows)  # logits of which a part gets a bias
             else:
                 self._mark(base, flows, step.name)
         for x in [made() for made, _ in [*self.followed.values()]] if changes else ():

@@ -201,7 +201,8 @@ class Search(Following):
         elif name == SOFTMAX:
             self._on_softmax(args, kwargs, out)
         elif isinstance(out, Tensor) and (
-            name in OTHER_PRODUCTS or (name in (*PRODUCTS, "linear") and self._are_projected([*tensors(args)][:2]))
+            name in OTHER_PRODUCTS
+            or (name in (*PRODUCTS, "linear") and self._are_projected(entries_from(name, args, kwargs)[:2]))
         ):
             if not self._applies_weights(args):
                 self.begin(out, Origin("product", frames=tuple(self.running)), odd=name)
