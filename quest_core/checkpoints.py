@@ -129,7 +129,8 @@ class CheckpointGuard(nn.Module):
 
     attention_is_not_standard: Tensor | None  # the configuration, encoded; None for `standard`
     attention_from: AttentionConfig | None  # the attention of a checkpoint to be loaded, if it is meant to differ
-    verdict: tuple[Any, bool]  # the missing keys of a load that `compare_layers` has seen; whether its tensors fit
+    _compared: Any  # the load that `compare_layers` has seen, by its list of missing keys
+    _fits: bool  # whether the tensors of that load were trained with this attention
 
     def __init__(self, config: AttentionConfig, *, keeps: bool) -> None:
         """Register the buffer, unless the module `keeps` nothing in a state dict."""
@@ -138,7 +139,7 @@ class CheckpointGuard(nn.Module):
         self.is_standard = config.is_standard
         self.register_buffer(ENTRY, encode(config) if keeps and not self.is_standard else None)
         self.attention_from = None
-        self.verdict = (None, True)
+        self._compared, self._fits = None, True
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CheckpointGuard":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -150,10 +151,10 @@ class CheckpointGuard(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         own, key = self.attention_is_not_standard, prefix + ENTRY
         metadata, _, missing_keys, *_ = arguments
-        if self.verdict[0] is not missing_keys:  # no module around has compared this load
+        if self._compared is not missing_keys:  # no module around has compared this load
             compare_layers(self, state_dict, prefix, *arguments)
-        fits, self.verdict = self.verdict[1], (None, True)
-        if not fits:
+        self._compared = None
+        if not self._fits:
             # Another attention, on purpose: parameters that only this one learns stay as they were initialized.
             mine = self.state_dict(prefix=prefix)
             given = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
@@ -169,18 +170,19 @@ class CheckpointGuard(nn.Module):
 
 
 def compare_layers(
-    module: nn.Module, state_dict: Mapping[str, Any], prefix: str, _: Any, strict: bool, missing_keys: Any, *__: Any
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str, _: Any, __: Any, missing_keys: Any, *___: Any
 ) -> None:
     """Compare every layer of `module` with a state dict before tensors are copied: a hook of load_state_dict.
 
-    CheckpointError if a layer has another attention. `missing_keys` is PyTorch's list, one object per load.
+    CheckpointError if a layer has another attention. `missing_keys` is PyTorch's list, one object per load, by which a
+    layer knows that it was compared.
     """
     # set_model_state_dict(full_state_dict=True) fills in the model's own tensors.
     own = {id(x) for x in (*module.parameters(), *module.buffers())}
     given = {_unwrap(key): value for key, value in state_dict.items() if id(value) not in own}
     modules = dict(module.named_modules(prefix=prefix[:-1], remove_duplicate=False))
     for path, guard in modules.items():
-        if not isinstance(guard, CheckpointGuard) or guard.verdict[0] is missing_keys:
+        if not isinstance(guard, CheckpointGuard) or guard._compared is missing_keys:
             continue
         layer, where = _layer_around(path, modules), _unwrap(path)
         # If the mechanism loads by itself, PyTorch has come to its layer before, and lists what is missing there.
@@ -188,7 +190,8 @@ def compare_layers(
         missing = [name for name in map(_unwrap, weights) if name not in given]
         entry = given.get(f"{where}.{ENTRY}" if where else ENTRY)
         fits = entry is None and _lacks_weights(_unwrap(layer), where, given, missing)
-        guard.verdict = missing_keys, fits or compare(entry, guard.config, guard.attention_from, where, missing_keys)
+        guard._compared = missing_keys
+        guard._fits = fits or compare(entry, guard.config, guard.attention_from, where, missing_keys)
     _refuse_entries_of_hosts(modules, given)
 
 

@@ -1,6 +1,7 @@
 """PyTorch's private names and the differences between its versions, each behind one function with a plain fallback.
 
-No other file of quest_core reads a private name of PyTorch, except the dictionaries and hooks of nn.Module.
+Other files of quest_core read no private names of PyTorch, except the dictionaries, hooks and calls of nn.Module, the
+base of a view, and the derivative of weight_norm.
 """
 
 import functools
@@ -127,7 +128,10 @@ def transform() -> str | None:
 
 
 def is_eager() -> bool:
-    """Return whether nothing records, compiles or transforms this code, so that a hand-written derivative is used."""
+    """Return whether nothing records, compiles or transforms this code.
+
+    Only then may it use a derivative of its own, take blocks of queries, or read numbers.
+    """
     return not (is_compiling() or is_tracing() or _is_torch_func_active() or forward_ad._current_level >= 0)
 
 
@@ -135,7 +139,7 @@ def is_same(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are one, or alias all entries of one, as reentrant checkpointing hands them on."""
     if one is other or one.shape != other.shape or one.stride() != other.stride() or not is_eager():
         return one is other
-    return may_read(one, waits=True) and may_read(other, waits=True) and one.data_ptr() == other.data_ptr()
+    return may_read(one) and may_read(other) and one.data_ptr() == other.data_ptr()
 
 
 def without_hooks(one: Any, other: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -192,9 +196,9 @@ _modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambd
 _is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor  # of torch.vmap
 
 
-def may_read(x: Tensor, *, waits: bool = False) -> bool:
-    """Return whether eager code may branch on the numbers in `x`: it has some, and waits for a GPU only if `waits`."""
-    near = x.is_cpu or (waits and not x.is_meta and not (x.is_cuda and torch.cuda.is_current_stream_capturing()))
+def may_read(x: Tensor) -> bool:
+    """Return whether eager code may branch on the numbers in `x`: it has some, and no CUDA graph is being captured."""
+    near = not x.is_meta and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
     return not _modes() and near and type(x) in (Tensor, nn.Parameter) and not _is_batched(x) and x.numel() > 0
 
 

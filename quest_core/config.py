@@ -34,7 +34,7 @@ class AttentionConfig:
     """A validated choice of attention. Build it with :meth:`parse`; equal configurations compare and hash equal.
 
     Attributes:
-        parts: axis -> name, for score, normalizer, grouping and what there is of other axes, or ``{"family": name}``.
+        parts: pairs of an axis and a name: of the score, normalizer, grouping and other axes, or only of the family.
         options: the options that were given, checked and converted; defaults are not filled in.
     """
 
@@ -130,13 +130,13 @@ class AttentionConfig:
     @property
     def initial_norms(self) -> dict[str, float]:
         """Norms of queries ("q") and keys ("k") in a fresh model, if options set them; see `projections.init_norms`."""
-        options = (o for component in self.components for o in component.options)
-        named = {o.starts: self.option(o.name) for o in options if o.starts in ("q", "k")}
-        return {role: norm for role, norm in named.items() if role is not None and norm is not None}
+        options = ((self._values(c)[o.name], o.starts) for c in self.components for o in c.options)
+        return {role: norm for norm, role in options if role in ("q", "k") and norm is not None}
 
     def without_initial_norms(self) -> "AttentionConfig":
         """Return the same attention without the options that only set initial norms."""
-        names = {o.name for component in self.components for o in component.options if o.starts in ("q", "k")}
+        owned = [(c.name, o.name) for c in self.components for o in c.options if o.starts in ("q", "k")]
+        names = {name for owner, option in owned for name in (option, f"{owner}.{option}")}
         return replace(self, options=tuple((key, value) for key, value in self.options if key not in names))
 
     def build(self, component: type[C], dims: Dims | None) -> C:

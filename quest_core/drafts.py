@@ -116,4 +116,8 @@ def _undo(state: dict[str, Any], former: Former) -> None:
     for name, key in former.hooks:
         state[name].pop(key, None)
     for name, value in former.values.items():
-        (state["_modules"] if isinstance(value, nn.Module) else state)[name] = value
+        now, other = state, state["_modules"]
+        if isinstance(value, nn.Module):
+            now, other = other, now
+        other.pop(name, None)
+        now[name] = value

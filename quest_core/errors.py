@@ -14,11 +14,11 @@ class ConfigError(QuestError, ValueError):
 
 
 class InputError(QuestError, ValueError):
-    """A tensor handed to an attention mechanism has the wrong shape, type or device."""
+    """An argument of a call does not fit: a tensor's shape, type or device, a cache, a batch."""
 
 
 class UnsupportedError(QuestError):
-    """A mechanism exists but cannot be honored here; the message names the ones that can."""
+    """A mechanism cannot be honored here; the message says why, and what to do instead."""
 
 
 class InjectionError(QuestError):

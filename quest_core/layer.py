@@ -103,6 +103,8 @@ class Attention(Projected):
         for name, tokens in (("x", x), ("context", context)):
             if tokens is not None and tokens.dim() != 3:
                 raise InputError(f"{name} has shape {list(tokens.shape)}; it needs three axes: batch, tokens, features")
+        if context is None and self.k_proj.in_features != self.q_proj.in_features:
+            raise InputError(f"this layer attends to a context of {self.k_proj.in_features} features; pass `context`")
         unfit = [part.name for part in self.config.components if not part.cross] if context is not None else []
         if unfit:
             raise UnsupportedError(f"attention '{self.config}': '{unfit[0]}' cannot attend to another sequence")

@@ -184,7 +184,12 @@ class Mechanism(CheckpointGuard):
         unit_keys: bool = False,
         x: Tensor | None = None,
     ) -> tuple[Callable[..., Any], Tensor, Tensor, Tensor, float]:
-        """Return the normalizer, and the q, k, v, with those of a cache, and factor that it gets from the score."""
+        """Choose the key/value heads, apply the score, and append the new tokens to a cache.
+
+        Returns:
+            The normalizer, wrapped in what changes logits or outputs; q [B, H, N, D], and k and v of all tokens, the
+            cached ones first; the factor on q kᵀ.
+        """
         score, normalizer = without_hooks(self._modules["score"], self._modules["normalizer"])
         head = None  # the key/value head of each query head [H]; None: equal consecutive groups
         if self._chooses_heads:
@@ -203,10 +208,9 @@ class Mechanism(CheckpointGuard):
 
     @property
     def kernel(self) -> str:
-        """The function of PyTorch by which `forward` attends, or "written out" for products and sums."""
-        softmax = self.family is None and hasattr(self.normalizer, "attend") and not self._perturbs
+        """The function by which `forward` attends, or "written out" for products and sums."""
         changed = any(part.axis == "score_mod" and not part.fused for part in self.config.components)
-        return "scaled_dot_product_attention" if softmax and not changed else "written out"
+        return Normalizer.kernel if self.family is not None or self._perturbs or changed else self.normalizer.kernel
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Refuse torch.jit.script, which calls this first; its own error names a type annotation."""
@@ -218,7 +222,7 @@ class Mechanism(CheckpointGuard):
     def forward_with_weights(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         """Return the output and the weights [B, H, N, M] after dropout; `is_causal` is aligned at the last query.
 
-        Arguments are as in `forward`.
+        Arguments are as in `forward`, without `unit_keys`.
         """
         return self.forward_with_logits(q, k, v, **options)[:2]
 
@@ -237,7 +241,7 @@ class Mechanism(CheckpointGuard):
         """Return the output, the weights after dropout and the logits; `is_causal` is aligned at the last query.
 
         They are [B, H, N, Dv] and [B, H, N, M] twice. The logits hold additive masks and the residual; a boolean mask
-        acts only on the weights. Arguments as in `forward`, and `residual`: logits of the previous layer [B, H, N, M],
+        acts only on the weights. Arguments are as in `forward_with_weights`, and `residual`: logits of the previous layer [B, H, N, M],
         added to these (RealFormer, He et al., 2021).
         """
         mask = self._check(q, k, v, attn_mask, is_causal, dropout_p, weights=True, x=x)
@@ -323,6 +327,8 @@ class Mechanism(CheckpointGuard):
             same_tokens: whether queries and keys are the same tokens, as in self-attention. Where queries share the
                 mass of columns (sinkhorn) or noise (pgqa), query padding must be masked too.
         """
+        if real.dtype not in (torch.bool, *TYPES):
+            raise InputError(f"a mask of padding is {real.dtype}; expected booleans (False = padding) or {NAMES} to add")
         real = real if real.dtype == torch.bool else hide_lowest(real)
         keys = real[:, None, None, :]
         if not (same_tokens and "queries" in self.reads):
@@ -353,7 +359,7 @@ class Mechanism(CheckpointGuard):
         weights: bool = False,
         x: Tensor | None = None,
     ) -> Tensor | None:
-        """Return the mask, in which only −inf and False hide; raise unless all arguments fit this mechanism.
+        """Raise unless all arguments fit this mechanism; return the mask, in which only −inf and False hide.
 
         Args:
             cached: further keys, before those of k, that the mask covers.
@@ -467,7 +473,10 @@ class Mechanism(CheckpointGuard):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set parameters and buffers in place to those of a new Mechanism; the random state is left as it was."""
+        """Set parameters and buffers in place to those of a new Mechanism; the random state is left as it was.
+
+        So two mechanisms that are reset in a row, with no random numbers drawn between, are equal.
+        """
         if self.dims is None:
             return
         with same_random_state(self):
@@ -574,7 +583,7 @@ def shared_mechanism(attention: AttentionSpec) -> Mechanism:
 
 
 _SHARED = SimpleNamespace()
-"""The latest `MOST_SHARED` mechanisms of `shared_mechanism`; ``_33207175657374`` is "3 quest" in hexadecimal.
+"""The `MOST_SHARED` mechanisms of `shared_mechanism` that were made last; ``_33207175657374`` is "3 quest" in hexadecimal.
 
 They are attributes because torch.compile guards those that it reads: it would trace into a function with a cache, and
 no module is a constant in a graph.

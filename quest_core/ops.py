@@ -200,7 +200,7 @@ def hides_the_future(mask: Tensor, *, only: bool = False) -> bool:
         mask: boolean (True = may attend) or additive (−inf and lowest values hide), broadcastable to [B, H, N, M].
         only: whether it must hide nothing else and add nothing, so that is_causal replaces it.
     """
-    if not (is_eager() and may_read(mask, waits=True)):
+    if not (is_eager() and may_read(mask)):
         return False
 
     def seen_in(part: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ class Component(nn.Module):
     cached: ClassVar[bool] = False
     """Decoding with a Cache, in pieces of any size, equals the causal forward pass on all tokens."""
     reads: ClassVar[tuple[str, ...]] = tuple(READS)
-    """Keys of READS; () is a score that prepares each token of each head independently."""
+    """Keys of READS; () is a part that treats each token of each head independently."""
     dropout: ClassVar[bool] = False
     """Dropout on the weights is possible."""
     learnable: ClassVar[bool] = False
@@ -292,17 +292,19 @@ def owner(mechanism: type[Component]) -> str:
 
 
 def list_mechanisms() -> list[str]:
-    """Return the names that `attention=` accepts: scores, families, and normalizers and groupings after a '+'."""
+    """Return the names that `attention=` accepts, alone or joined by '+': of scores, families and all other parts."""
     return sorted(mechanisms())
 
 
 @contextlib.contextmanager
 def temporary() -> Iterator[None]:
     """Forget at the end of the block what is registered inside it, for tests."""
+    global registrations
     before = dict(mechanisms())
     try:
         yield
     finally:
         _mechanisms.clear()
         _mechanisms.update(before)
+        registrations += 1
         packages.cache_clear()

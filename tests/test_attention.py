@@ -117,6 +117,10 @@ def test_wrong_masks_are_named():
             layer(x, attn_mask=wrong, key_mask=real)  # merging must not make it look right
     with pytest.raises(quest_core.InputError, match="needs three axes: batch, tokens, features"):
         layer(x[0])
+    with pytest.raises(quest_core.InputError, match="a context of 6 features"):
+        Attention(8, 2, context_dim=6)(x)
+    with pytest.raises(quest_core.InputError, match="a mask of padding is torch.int64"):
+        layer.mechanism.padding_mask(real.long(), same_tokens=True)
     cache = Cache()
     layer(x, is_causal=True, cache=cache)
     with pytest.raises(quest_core.InputError, match="say is_causal=True"):

@@ -138,5 +138,17 @@ def test_an_option_of_two_parts_says_whose_it_is():
             AttentionConfig.parse({"name": "one(p=3)+other", "one.p": 3})
 
 
+def test_only_the_score_sets_initial_norms():
+    with temporary():
+
+        @register("hot", source="", options=(Option("init", float, 1.0, "its own start", starts="own"),))
+        class Hot(Normalizer): ...
+
+        config = AttentionConfig.parse("quest(init=5)+hot(init=3)")
+        assert config.initial_norms == {"q": 5.0}
+        assert str(config.without_initial_norms()) == "quest+hot(hot.init=3.0)"
+        assert AttentionConfig.parse("quest+hot").initial_norms == {}
+
+
 def test_semicolons_separate_options_on_command_lines_that_split_at_commas():
     assert AttentionConfig.parse("quest(init=12;scale=2)") == AttentionConfig.parse("quest(init=12, scale=2)")

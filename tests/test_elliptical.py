@@ -84,6 +84,17 @@ def test_stages_end_where_a_mapping_of_stacks_says():
     assert [layer.score._previous[0] is not None for layer in layers] == [False, True, False, True]
 
 
+def test_a_chain_that_is_made_anew_forgets_the_old_one():
+    layers = nn.ModuleList([quest_core.Mechanism("elliptical", num_heads=1, head_dim=4) for _ in range(3)])
+    quest_core.chain(layers)
+    first, second, last = layers
+    quest_core.chain(nn.ModuleList([first, last]))
+    x = torch.randn(1, 1, 5, 4)
+    last(x, x, first(x, x, x))
+    assert not last.score._values
+    assert second.score._next == ()
+
+
 def test_values_of_another_width_are_an_error():
     layer = quest_core.Mechanism("elliptical", num_heads=2, head_dim=4)
     layer.score.follow(None)

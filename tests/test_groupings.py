@@ -183,6 +183,18 @@ def test_kv_heads_is_required_and_checked(part):
     made = quest_core.Mechanism(f"{part}(kv_heads=2)", num_heads=4, head_dim=4)
     with pytest.raises(quest_core.InputError, match="kv_heads is 2, but k has 4 heads"):
         made(*torch.randn(3, 1, 4, 3, 4))
+    with pytest.raises(quest_core.ConfigError, match="ratio is 3, which does not divide the 4 heads"):
+        quest_core.Mechanism(f"{part}(ratio=3)", num_heads=4, head_dim=4)
+
+
+@pytest.mark.parametrize("part", ["gqa", "kdgqa", "pgqa"])
+def test_heads_of_a_call_are_compared_with_the_options(part):
+    q, k = torch.randn(1, 6, 5, 8), torch.randn(1, 1, 5, 8)
+    for ratio, said in ((4, "ratio is 4, which does not divide the 6 heads"), (3, "ratio is 3, but 6 query heads have")):
+        with pytest.raises(quest_core.InputError, match=said):
+            quest_core.attention(q, k, k, f"quest+{part}(ratio={ratio})")
+    with pytest.raises(quest_core.InputError, match="kv_heads is 0"):
+        quest_core.attention(q, k[:, :0], k[:, :0], f"quest+{part}")
 
 
 def test_starting_values_are_those_of_the_specification():

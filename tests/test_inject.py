@@ -15,6 +15,7 @@ from torch import nn
 import quest_core
 from devtools.wrong import WRONG
 from quest_core import ConfigError, InjectionError, MultiheadAttention, UnsupportedError
+from quest_core.drafts import assign, draft, restore
 from quest_core.hosts.inject import Request
 from quest_core.hosts.torch import TorchAdapter
 from quest_core.notices import LOGGER, say
@@ -518,6 +519,27 @@ def test_a_configuration_is_read_before_anything_is_built():
 def test_a_configuration_that_means_nothing_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         Request.read(options, "Model", options)
+
+
+def test_attention_from_is_read_before_anything_is_built():
+    with pytest.raises(ConfigError, match="'nope' is not a mechanism"):
+        quest_core.inject(encoder(), "quest", attention_from="nope", adapter=Failing("replace"))
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_a_sub_module_in_the_place_of_none_is_taken_out_again(registered):
+    host = nn.Linear(1, 1)
+    if registered:
+        host.register_module("extra", None)
+    else:
+        host.extra = None
+    made = draft(host)
+    made.extra = nn.Linear(1, 1)
+    assign(made)
+    assert "extra.weight" in host.state_dict()
+    restore(host)
+    assert host.extra is None
+    assert list(host.state_dict()) == ["weight", "bias"]
 
 
 def test_notices_reach_the_hosts_own_log_until_the_plugin_is_uninstalled():

@@ -247,6 +247,20 @@ def test_a_normalizer_from_elsewhere_is_asked_for_its_weights():
     assert_same(monitor.collect()["mechanism"], wanted)
 
 
+def test_a_score_may_choose_its_factor_in_every_call():
+    class Doubled(quest_core.mechanisms.Score):
+        def forward(self, q, k, v, **how):
+            q, k, scale = super().forward(q, k, v, **how)
+            return q, k, 2 * scale
+
+    m, (q, k, v) = mechanism("standard"), inputs()
+    m.score = Doubled(None, scale=0.5)
+    with Monitor(m) as monitor:
+        m(q, k, v)
+    seen = torch.tensor(monitor.collect()["mechanism"]["max_logit"], dtype=q.dtype)
+    torch.testing.assert_close(seen, (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT).amax((0, 2, 3)))
+
+
 # --- collecting -----------------------------------------------------------------------------------------------------
 
 

@@ -111,6 +111,20 @@ def test_a_module_is_patched_in_any_order_of_imports(imported_first, late_host):
         patches.undo()
 
 
+def test_copies_of_a_function_are_wrapped_as_soon_as_its_module_is_imported(late_host):
+    late_host(HOST)
+    patches = Patches()
+    patches.around("late_host", "f", lambda original: original() + 1, everywhere=True)
+    sys.modules["late_copy"] = copy = ModuleType("late_copy")
+    patches.undo()
+    copy.f = __import__("late_host").f
+    patches.around("late_host", "f", lambda original: original() + 1, everywhere=True)
+    assert copy.f() == 2
+    patches.undo()
+    assert copy.f() == 1
+    del sys.modules["late_copy"]
+
+
 def test_what_is_still_waiting_is_withdrawn(late_host):
     late_host("")
     called = []

@@ -100,6 +100,17 @@ def test_tools_share_a_model_and_the_last_gives_it_back():
     assert [type(module) for module in model.modules()] == kinds
 
 
+def test_an_attention_that_the_user_injects_meanwhile_stays():
+    model = encoder()
+    first = quest_core.Watch(model)
+    first.step()  # no Monitor watches until the step before the next measurement
+    quest_core.inject(model, "quest")
+    second = quest_core.Watch(model)
+    first.close()
+    second.close()
+    assert model.attention_report.attention == "quest"
+
+
 def test_clip_bounds_the_logits_of_every_step():
     model, x = encoder(), torch.randn(2, 5, 16)
     with quest_core.Watch(model, every=1, clip=1e-3) as watch:

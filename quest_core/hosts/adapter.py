@@ -29,35 +29,39 @@ Made = TypeVar("Made", bound="HostAttention")
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a host (or one site of it) offers and asks of a mechanism.
+    """What a host, or one site of it, demands of a mechanism and what it offers.
 
-    Attributes:
-        ordered: tokens have an order; False for sets and graphs.
+    Demands; if one is True, a mechanism must support it:
+
         causal: the host attends causally.
         cross: queries and keys come from different sequences.
         cached: the host decodes incrementally.
         weights: the host reads the attention weights or passes logits on.
-        regroups: the host's key/value projections may have fewer heads than the queries.
         dropout: the host drops attention weights in training.
-        narrows_keys: the host's key projection may have another width than the query's (aft-conv needs that).
         rotary: the host turns queries and keys by their positions.
-        hands_on_input: the mechanism gets the input of the layer.
         pairs: the host hides or weighs single pairs of queries and keys, by a mask or a bias by relative position.
-        independent: the samples of a batch must not influence each other in evaluation, as graphs of any size do not.
+        independent: in evaluation the output of a sample must not depend on the other samples of its batch.
+
+    Offers; if one is False, a mechanism that needs it is refused:
+
+        ordered: tokens have an order; False for sets and graphs.
+        regroups: the key/value projections may get fewer heads than the queries.
+        narrows_keys: the key projection may get another width than the query's (aft-conv).
+        hands_on_input: the mechanism gets the input of the layer.
     """
 
-    ordered: bool = True
     causal: bool = False
     cross: bool = False
     cached: bool = False
     weights: bool = False
-    regroups: bool = True
     dropout: bool = False
-    narrows_keys: bool = False
     rotary: bool = False
-    hands_on_input: bool = False
     pairs: bool = False
     independent: bool = False
+    ordered: bool = True
+    regroups: bool = True
+    narrows_keys: bool = False
+    hands_on_input: bool = False
 
 
 @dataclass(frozen=True)
@@ -184,7 +188,7 @@ class HostAttention(Projected):
             dropout_p: on the weights; by default the rate of `attn_drop` in training.
         """
         if dropout_p is None:
-            dropout_p = rate(self.attn_drop) if self.training else 0.0
+            dropout_p = rate(getattr(self, "attn_drop", 0.0)) if self.training else 0.0
         how: Any = {"attn_mask": mask, "is_causal": is_causal, "dropout_p": dropout_p}
         if self.drops_weights and dropout_p > 0:
             out, _ = self.mechanism.forward_with_weights(q, k, v, **how)
@@ -416,13 +420,14 @@ class Adapter(ABC):
 
     def refusal(self, site: Site, config: AttentionConfig) -> str | None:
         """Return why this host cannot honor `config` at `site`, or None; override it for reasons of the host."""
-        kind = self.replacement(site.module)
-        why = None if kind is None else kind.refuses(site.module, site.path, config)
-        if kind is not None and any(part.chained or not part.compares for part in config.components):
-            features, of_values = site.head_dim, kind.sizes(site.module).get("value_dim") or site.head_dim
-            if features != of_values:
-                why = f"it weighs features of queries ({features}) by those of values, of which there are {of_values}"
-        return why or refusal(config, site.capabilities)
+        if (kind := self.replacement(site.module)) is None:
+            return refusal(config, site.capabilities)
+        if why := kind.refuses(site.module, site.path, config):
+            return why
+        value_dim = kind.sizes(site.module).get("value_dim") or site.head_dim
+        if value_dim != site.head_dim and any(part.chained or not part.compares for part in config.components):
+            return f"query heads have {site.head_dim} features and value heads {value_dim}, and it needs as many"
+        return refusal(config, site.capabilities)
 
 
 def refusal(config: AttentionConfig, asked: Capabilities) -> str | None:

@@ -94,10 +94,7 @@ class _Judge:
         roles: dict[Origin, Product] = {}
         found: list[Written] = []
         for softmax in softmaxes:
-            uses = softmax.origin.uses
-            if "by entries" in uses and not all(any(flow.origin.learned) for flow in softmax.terms):
-                uses.append("applied")
-            if not {"applied", "kept"} & {*uses}:
+            if not (softmax.is_applied or "kept" in softmax.origin.uses):
                 self.left_alone.setdefault(frame.path, "the softmax of its product is applied to no values")
             elif self._is_over_channels(softmax):
                 self.left_alone.setdefault(frame.path, "it attends over channels, and not over tokens")
@@ -181,9 +178,9 @@ class _Judge:
                 raise UnsupportedError("it is cosine attention: its cosines are multiplied by a learned temperature")
             if flow.odd:
                 raise UnsupportedError(f"between the product and the softmax stands {flow.odd}")
-            if sum("applied" in one.origin.uses for one in flow.origin.softmaxes) > 1:
+            if sum(one.is_applied for one in flow.origin.softmaxes) > 1:
                 raise UnsupportedError("two softmaxes share one product")
-        if "applied" not in softmax.origin.uses:
+        if not softmax.is_applied:
             raise UnsupportedError("its softmax is over the queries (slot attention)")
         return terms
 

@@ -111,7 +111,7 @@ class Flow(NamedTuple):
     factor: float = 1.0  # by which it was multiplied since
     odd: str | None = None  # the first function that did more than to move, scale, shift or hide entries
     places: Tensor | None = None  # 1 + the place of each entry in the origin, 0 for one from elsewhere; None: unknown
-    frames: tuple[Any, ...] = ()  # the modules that were running when it was last multiplied by a number
+    frames: tuple[Any, ...] = ()  # the modules that ran when it began, or was last multiplied by a number
     shifted: bool = False  # the largest logit of each row, or the like, was subtracted
     capped: bool = False  # logits went through a tanh, between two parts of the factor
     bent: bool = False  # one of `ACTIVATIONS` was applied since
@@ -191,7 +191,8 @@ class Following(TorchFunctionMode):
 
     def follow(self, name: str, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Note from what the results `out` of ``func(*args, **kwargs)``, which is called `name`, were made."""
-        kwargs = {key: kwargs[key] for key in sorted(kwargs, key="input".__ne__)}  # the first argument comes first
+        if "input" in kwargs:  # the first argument comes first
+            kwargs = {"input": kwargs["input"], **kwargs}
         out = args[0] if name == "setitem" else out
         given = [(x, self.flows(x)) for x in entries_from(name, args, kwargs)]
         if numbers := [flows for x, flows in given if holds_numbers(x)]:
@@ -293,7 +294,7 @@ class Following(TorchFunctionMode):
     def _is_by_head(self, x: Any, flow: Flow) -> bool:
         """Return whether a tensor multiplies an activation by one number, or one for each head."""
         places = flow.places
-        if places is None or not isinstance(x, Tensor) or not may_read(x, waits=True) or self._is_mask(x):
+        if places is None or not isinstance(x, Tensor) or not may_read(x) or self._is_mask(x):
             return False
         if (x.dim() and x.shape[-1] > 1) if self.is_parameter(x) else self.flows(x):
             return False
@@ -606,7 +607,7 @@ def is_learned(x: Any) -> bool:
 
 def _overlap(one: Tensor, two: Tensor) -> bool:
     """Return whether two tensors have entries of one storage in common; False where no storage can be read."""
-    if transform() or not all(may_read(x, waits=True) and x.layout == torch.strided for x in (one, two)):
+    if transform() or not all(may_read(x) and x.layout == torch.strided for x in (one, two)):
         return False
     if one.untyped_storage().data_ptr() != two.untyped_storage().data_ptr():
         return False

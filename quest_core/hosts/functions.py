@@ -111,7 +111,7 @@ def number(x: Any) -> float | None:
     """Return a number, or the only entry of a tensor, as a float; None for everything else."""
     if isinstance(x, numbers.Real):
         return float(x)
-    if isinstance(x, Tensor) and x.numel() == 1 and may_read(x, waits=True):
+    if isinstance(x, Tensor) and x.numel() == 1 and may_read(x):
         return until_changed(x, "number", lambda: float(x.detach()))
     return None
 

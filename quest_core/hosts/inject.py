@@ -85,7 +85,7 @@ class Report:
         size = f"{before:,} parameters as before" if before == after else f"{before:,} -> {after:,} parameters"
         left: dict[str, list[str]] = {}
         for path, why in self.left_alone.items():
-            left.setdefault(f" ({why})" * bool(why), []).append(path)
+            left.setdefault(f" ({why})" if why else "", []).append(path)
         others = f"; kernel={' and '.join(dict.fromkeys(r.kernel for r in self.replacements))}"
         for why, paths in left.items():
             more = f" and {len(paths) - 8} more" if len(paths) > 8 else ""
@@ -259,6 +259,7 @@ def inject(
     check_flag("fresh", fresh)
     check_flag("allow_partial", allow_partial)
     choose = _chooser(attention, fresh=fresh)
+    trained = None if attention_from is None else AttentionConfig.parse(attention_from)
     _refuse_wrapped(model)
     if adapter is None:
         adapters: list[Adapter] = [*running_adapters(), TorchAdapter()]
@@ -317,7 +318,6 @@ def inject(
     report = Report(said, tuple(rows), left_alone, bool(scaled))
     changed = {origin_of(x): type(x) for one in drafts.values() for x in one.modules() if is_draft(x)}
     _refuse_kept_methods(model, changed)
-    trained = None if attention_from is None else AttentionConfig.parse(attention_from)
 
     # Assign them, which cannot fail.
     for one in drafts.values():

@@ -53,7 +53,8 @@ class Patches:
             module, _, kind = owner.partition(":")
 
             def now() -> None:
-                self.around(getattr(sys.modules[module], kind) if kind else sys.modules[module], name, change)
+                imported = sys.modules[module]
+                self.around(getattr(imported, kind) if kind else imported, name, change, everywhere=everywhere)
 
             self.when_imported(module, now)
             return

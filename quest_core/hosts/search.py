@@ -70,6 +70,12 @@ class Softmax:
         return path.rpartition(".")[0] if isinstance(self.owner.module, nn.Softmax) else path
 
     @property
+    def is_applied(self) -> bool:
+        """Whether its weights are applied to values; weights of additive attention only by a product."""
+        uses, is_additive = self.origin.uses, all(any(flow.origin.learned) for flow in self.terms)
+        return "applied" in uses or ("by entries" in uses and not is_additive)
+
+    @property
     def is_usual(self) -> bool:
         """Whether it is shaped like attention, [B, H, N, M] or [B·H, N, N], which others rarely are."""
         return len(self.shape) > 3 or (len(self.shape) == 3 and self.shape[1] == self.shape[2])
@@ -268,7 +274,7 @@ class Search(Following):
             return False
         if x.dtype == torch.bool:
             return True
-        if isinstance(x, nn.Parameter) or not may_read(x, waits=True):
+        if isinstance(x, nn.Parameter) or not may_read(x):
             return False
         return bool(((x == 0) | (x == 1)).all()) and (x.shape[-1:] > (1,) or bool((x == 0).any()))
 
@@ -386,7 +392,7 @@ class Search(Following):
         if self._may_miss_factor(x):
             separable, odd = False, UNSEEN
         norm, seen = None, None
-        if may_read(x, waits=True):
+        if may_read(x):
             wide, axis = in_double(x), letters.index(feature)
             vectors = wide.movedim(axis, -1)
             if flow is not None and flow.places is not None:  # padding has norms of its own
@@ -473,7 +479,7 @@ class Search(Following):
             for one in (flow.origin, *flow.origin.mixes):
                 one.softmaxes.append(made)
         made.queries = _find_queries(terms, made.axes, logits, origin.axis or 0)
-        if out.dim() > 1 and may_read(logits, waits=True):
+        if out.dim() > 1 and may_read(logits):
             n, m = out.shape[-2:]
             future = torch.ones(n, m, dtype=torch.bool, device=out.device).triu(m - n + 1)
             made.causal = bool(future.any()) and bool(((logits <= HIDDEN) | ~future).all())
@@ -508,7 +514,7 @@ def _find_queries(terms: Flows, axes: Mapping[Origin, set[str]], logits: Tensor,
     for origin in flows:
         one, two, _ = map(set, origin.equation)
         fixed[origin] = [i for i, keys in enumerate((two - one, one - two)) if axes[origin] <= keys]
-    if any(len(found) != 1 for found in fixed.values()) and may_read(logits, waits=True):
+    if any(len(found) != 1 for found in fixed.values()) and may_read(logits):
         flows = {o: flow for o, flow in flows.items() if all(one.places is not None for one in o.operands)}
         visible = (logits > HIDDEN).movedim(dim, -1)
         tokens = {o: [_tokens(flow, i, dim).where(visible, 0) for i in (0, 1)] for o, flow in flows.items()}

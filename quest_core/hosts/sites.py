@@ -137,15 +137,17 @@ def site_draft(kind: type[FoundSite], module: nn.Module, found: Any) -> Any:
     """Return the draft of `module` as a site; its parameters are the same objects."""
     site_class: Any = _site_class  # mypy takes classes for arguments that cannot be cached
     made = draft(module, site_class(kind, host_class(module)))
-    made.found_attention = found
+    made.found_attention = replace(found, query=None)
     return made
 
 
 def refuse_checkpoint(path: str) -> None:
-    """Raise if a checkpoint lies inside the running site's forward, because its second forward would not pass the site.
+    """Raise UnsupportedError if the running site attends inside an activation checkpoint or a torch.autograd.Function.
 
-    So does a torch.autograd.Function, as hosts write checkpoints by hand.
+    Their backward pass may repeat the attention outside of the site, as the host's. Nothing to do while compiling.
     """
+    if is_compiling():
+        return
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals is not globals():  # until FoundSite.forward
         if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
@@ -171,9 +173,11 @@ def _context(frame: FrameType) -> Any:
 def in_compiled_graph(site: nn.Module) -> bool:
     """Return whether a graph of torch.compile makes the call that a mode sees; it was changed when it was compiled.
 
-    Such graphs are code of Inductor or torch.fx. A site may hold code of torch.fx too, whose calls are the host's. The
+    False while compiling. Such graphs are code of Inductor or torch.fx. A site may hold code of torch.fx too, whose calls are the host's. The
     compiler of PyTorch before 2.6 does not see the mode: UnsupportedError.
     """
+    if is_compiling():
+        return False
     frame: Any = sys._getframe(2)  # that calls the mode
     if frame.f_code is handle_torch_function.__code__:  # for a function in Python, such as einsum
         frame = frame.f_back.f_back

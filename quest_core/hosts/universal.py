@@ -105,7 +105,7 @@ class Call(Found):
 
     def draft(self, module: nn.Module, config: AttentionConfig) -> Any:
         """Return the draft of the module as a site with a mechanism; its parameters are the same objects."""
-        made = site_draft(Routed, module, replace(self, query=None))
+        made = site_draft(Routed, module, self)
         scale, made.undone = self.scale, (1.0, 1.0)
         if self.factors is not None and not config.is_standard and self.factors != (1, 1):
             made.undone = self.factors
@@ -193,11 +193,10 @@ class _Route(Comparing):
         known = self.site.found_attention
         if func not in ATTENTION_FUNCTIONS or ATTENTION_FUNCTIONS[func].name != known.function:
             return self.call(func, args, kwargs)
-        if not is_compiling() and in_compiled_graph(self.site):
+        if in_compiled_graph(self.site):
             return func(*args, **kwargs)
         self.calls += 1
-        if not is_compiling():
-            refuse_checkpoint(known.path)
+        refuse_checkpoint(known.path)
         if self.eager:
             given = dict(zip(("query", "key"), args, strict=False)) | kwargs
             self.compare_factors((given["query"], given["key"]), known.factors)
@@ -241,7 +240,7 @@ def _read(path: str, *args: Any, **kwargs: Any) -> Call:
         masked=masked or (mask is not None and mask.dim() > 2 and mask.shape[-3] > 1),
         dropout=call.dropout_p > 0,
         axes=q.dim(),
-        note=norm_note(common_norm(call.key, 1e-2) if may_read(call.key, waits=True) else None),
+        note=norm_note(common_norm(call.key, 1e-2) if may_read(call.key) else None),
         query=q.new_empty(0),
     )
 
@@ -271,7 +270,7 @@ def _attend(site: Routed, *args: Any, **kwargs: Any) -> Tensor:
     n, m = size(q, 2), size(k, 2)
     if is_causal and mask is not None:
         raise InputError(f"'{site.found_attention.path}': attn_mask and is_causal are both given; give one of them")
-    if is_causal and n != m:  # Mechanism aligns at the last key
+    if is_causal and n != m:  # Mechanism aligns at the last query
         mask, is_causal = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(), False
     out: Tensor = site.mechanism(q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=call.dropout_p)
     if axes == 2:

@@ -145,7 +145,7 @@ class Written(Found):
 
     def draft(self, module: nn.Module, config: AttentionConfig) -> Any:
         """Return the draft of the module as a site with a mechanism; its parameters are the same objects."""
-        made = site_draft(WrittenOut, module, replace(self, query=None))
+        made = site_draft(WrittenOut, module, self)
         sizes = HeadSizes(self.heads, self.kv_heads, self.head_dim, self.head_dim, self.head_dim)
         made.add_module("mechanism", mechanism_for(module, config, sizes, self.scale, like=self.query))
         score = made.mechanism.score
@@ -225,7 +225,7 @@ class _Preparing(Comparing):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (known := PRODUCTS_AND_SOFTMAX.get(func)) is not None and is_counted(known, args):
-            if not is_compiling() and in_compiled_graph(self.site):
+            if in_compiled_graph(self.site):
                 return func(*args, **kwargs)
             return self._weigh(func, args, kwargs) if known == SOFTMAX else self._multiply(known, func, args, kwargs)
         if self.eager and func in ATTENTION_FUNCTIONS:

@@ -1,4 +1,4 @@
-"""The formulas, one idea per file; importing this package registers them.
+"""The formulas, a file per axis or family; importing this package registers them.
 
 How to write one: https://quest-attention.github.io/quest/writing-a-mechanism/
 """

@@ -106,7 +106,7 @@ class AttentionFreeConv(AttentionFree):
     key_features = 1
     complexity = "O(T·s^dims·d) time on large grids, O(T·d) memory; O(T²·d) and O(T²) under torch.compile"
 
-    def __init__(
+    def __init__(  # not `dims`, which is an option
         self, sizes: Dims, /, *, window: int, dims: int, grid: str | None, prefix: int, gumbel: bool, query: bool
     ) -> None:
         super().__init__(sizes, query=query)
@@ -119,8 +119,8 @@ class AttentionFreeConv(AttentionFree):
             raise ConfigError(f"attention 'aft-conv': dims is {dims}; a grid has 1, 2 or 3 axes")
         self.prefix, self.gumbel = prefix, gumbel
         self.axes = dims
-        # Its extents, None where not fixed, or None to infer them: any length in 1d, a square in 2d, a cube in 3d. They
-        # may be assigned before a forward whose crop has another shape.
+        # The extent of each axis. One of None follows from the number of tokens; without any, the grid is a line, a
+        # square or a cube. A host may assign it before a forward whose crop has another shape.
         self.grid = _read_grid(grid, dims)
         # [h, s, ...], the raw biases; their mean and scale cancel (equation 8).
         self.weight = nn.Parameter(torch.randn(sizes.num_heads, *[window] * dims))

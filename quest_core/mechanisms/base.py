@@ -25,7 +25,7 @@ class Score(Component):
     axis = "score"
     dropout = compares = True
     factor: float | None = 1  # and not 1.0, which a dynamic graph takes for an input, so that it is compiled twice
-    """The score's own factor on q kᵀ; None is the host's own, or 1/√D."""
+    """The factor on q kᵀ, which `scale` returns; None is that of the host (`Dims.standard_scale`), or 1/√D."""
 
     def __init__(self, dims: Dims | None, *, scale: float | None = None) -> None:
         super().__init__(dims)
@@ -55,8 +55,7 @@ class Score(Component):
             cache: the layer's state while decoding; k and v are only the new tokens then.
             unit_keys: k holds unit vectors already.
         """
-        scale = self.scale(size(q, -1)) if self.factor is None else self.factor
-        return self.query(q), k if unit_keys else self.key(k), scale
+        return self.query(q), k if unit_keys else self.key(k), self.scale(size(q, -1))
 
     def scale(self, head_dim: int) -> float:
         """Return the factor on q kᵀ for queries of `head_dim` features."""
@@ -84,6 +83,8 @@ class Normalizer(Component):
 
     axis = "normalizer"
     compares = True
+    kernel: str = "written out"
+    """The function by which `forward` attends, as reports name it; products and sums are "written out"."""
     rowwise: bool = False
     """Whether the weights of a query depend on its own logits only, so that large calls take blocks of queries."""
 
@@ -185,11 +186,14 @@ class Grouping(Component):
         return type(self).perturb is not Grouping.perturb
 
     def reference(self, k: Tensor, num_heads: int, seen: Tensor) -> Tensor:
-        """Return the key/value head of each query head [H], by the plain formula; `seen` [B, H, N, M] as above."""
+        """Return the key/value head of each query head [H], by the plain formula.
+
+        `seen` [B, H, N, M] says where a query sees a key.
+        """
         raise NotImplementedError
 
     def reference_weights(self, weights: Tensor, kv_heads: int, seen: Tensor) -> Tensor:
-        """Return `perturb` by the plain formula; `seen` [B, H, N, M] says where a query sees a key."""
+        """Return `perturb` by the plain formula; `seen` as in `reference`."""
         raise NotImplementedError
 
 

@@ -55,6 +55,9 @@ class Elliptical(Standard):
 
     def follow(self, previous: "Elliptical | None") -> None:
         """Set the layer before this one; None makes it the first."""
+        for earlier in self._previous or ():
+            if earlier is not None and self in earlier._next:
+                earlier._next = ()
         self._previous = (previous,)
         if previous is not None:
             previous._next = (self,)
@@ -94,7 +97,7 @@ class Elliptical(Standard):
                 f"elliptical attention weighs the features of queries by those of values; expected values of "
                 f"{q.shape[-1]} features, found {v.shape[-1]}"
             )
-        before = self.hand_over(v.detach())
+        before = self.hand_over(v)
         if before is not None:
             change = (v.detach() - before).abs()  # [B, G, M, D]
             change = change if cache is None else cache.append("elliptical_change", change)
@@ -113,6 +116,7 @@ class Elliptical(Standard):
 
         None in the first layer of a chain or of a stage; UnsupportedError if the layer before has left no values.
         """
+        v = v.detach()
         if self._previous is None:
             raise UnsupportedError(
                 "elliptical attention needs the values of the layer before it, and that layer is unknown; "
@@ -158,7 +162,7 @@ class Elliptical(Standard):
         return before
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, *, head: Tensor, seen: Tensor) -> Tensor:
-        before = self.hand_over(v.detach())
+        before = self.hand_over(v)
         if before is not None:
             change = (v.detach() - before).abs()[:, head]  # [B, H, M, D]
             count = seen.sum(-1, keepdim=True).clamp(min=1)

@@ -32,23 +32,22 @@ class Grouped(Grouping):
         self.requested, self.ratio = kv_heads, ratio
 
     def kv_heads(self, num_heads: int) -> int:
-        if self.ratio is not None and num_heads % self.ratio:
-            raise ConfigError(
-                f"attention '{self.name}': ratio is {self.ratio}, which does not divide the {num_heads} heads"
-            )
-        wanted = self.requested if self.ratio is None else num_heads // self.ratio
-        if wanted is None:
+        if self.ratio is None and self.requested is None:
             raise ConfigError(
                 f"attention '{self.name}' needs 'kv_heads' or 'ratio': write for example {self.name}(kv_heads=2)"
             )
-        if why := self._misfit(num_heads, wanted):
+        wanted = num_heads // self.ratio if self.ratio else self.requested
+        if why := self.mismatch(num_heads, wanted):
             raise ConfigError(f"attention '{self.name}': {why}")
         return wanted
 
     def mismatch(self, num_heads: int, kv_heads: int) -> str | None:
-        wanted = self.requested if self.ratio is None else num_heads // self.ratio
-        if wanted is not None and kv_heads != wanted:
-            return f"kv_heads is {wanted}, but k has {kv_heads} heads"
+        if self.ratio is not None and num_heads != self.ratio * kv_heads:
+            if num_heads % self.ratio:
+                return f"ratio is {self.ratio}, which does not divide the {num_heads} heads"
+            return f"ratio is {self.ratio}, but {num_heads} query heads have {kv_heads} key/value heads"
+        if self.requested is not None and kv_heads != self.requested:
+            return f"kv_heads is {self.requested}, but k has {kv_heads} heads"
         return self._misfit(num_heads, kv_heads)
 
     def _misfit(self, num_heads: int, kv_heads: int) -> str | None:
@@ -147,6 +146,8 @@ class KeyDriven(Grouped):
         self.min_queries = min_queries
 
     def _misfit(self, num_heads: int, kv_heads: int) -> str | None:
+        if not kv_heads:
+            return super()._misfit(num_heads, kv_heads)
         if kv_heads * max(1, self.min_queries) <= num_heads:
             return None
         return f"kv_heads={kv_heads} with min_queries={self.min_queries} needs more than the {num_heads} query heads"
@@ -252,9 +253,10 @@ class DynamicKeyDriven(KeyDriven):
         steps = self.steps.round()  # an average of checkpoints may lie between two
         first = counts & (steps == 0)
         due = counts & (steps > 0) & (steps % self.window == 0)
-        kept, importance = current, (current - self.norms).abs()
         if self.evolution == "ema":
             kept = importance = self.alpha * current + (1 - self.alpha) * self.norms
+        else:  # "difference"
+            kept, importance = current, (current - self.norms).abs()
         self.pending.copy_(torch.where(due, allocate(importance, num_heads, self.min_queries), self.pending))
         self.norms.copy_(torch.where(first, current, torch.where(due, kept, self.norms)))
         self.steps.copy_(steps + counts)

@@ -17,7 +17,8 @@ from .base import Dims, Normalizer
 HIDDEN = -1e30  # sinkhorn's hidden logits: a row or column of them has a finite sum, whose gradient is 0 and not NaN
 # Sinkhorn's log factors c of columns, [B, H, 1, M] or 0: those that the last step on rows sees, and the last ones.
 Columns: TypeAlias = tuple[Tensor | float, Tensor | float]
-IN_BLOCKS = "O(N·M·D) time, O(N + M) memory; O(N·M) under torch.compile, which takes no blocks of queries"
+MEMORY_IN_BLOCKS = "O(N + M) memory; O(N·M) under torch.compile, which takes no blocks of queries"
+IN_BLOCKS = f"O(N·M·D) time, {MEMORY_IN_BLOCKS}"
 
 
 @register("softmax", source="Vaswani et al., 2017")
@@ -29,6 +30,7 @@ class Softmax(Normalizer):
 
     causal = cross = cached = dropout = fused = rowwise = True
     reads: ClassVar[tuple[str, ...]] = ()
+    kernel = "scaled_dot_product_attention"
     attend: ClassVar[Callable[..., Tensor] | None] = None
     """The method of a subclass that takes the place of `scaled_dot_product_attention`, with its arguments."""
 
@@ -154,7 +156,7 @@ class Sinkhorn(Normalizer):
     cross = dropout = True
     causal_reason = "a lower-triangular doubly stochastic matrix is the identity"
     reads = ("tokens", "queries", "unseen")
-    complexity = f"O(iterations·{IN_BLOCKS[2:]}"
+    complexity = f"O(iterations·N·M·D) time, {MEMORY_IN_BLOCKS}"
 
     def __init__(self, dims: Dims | None, *, iterations: int, eps: float) -> None:
         super().__init__(dims)

@@ -1,1 +1,1 @@
-"""What works on any model with quest_core attention: monitor, calibration, packing, several devices."""
+"""What works on any model with quest_core attention: measuring, calibration, packing, several devices."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..compat import has_numbers, is_compiling_without_dynamo, is_recomputing, wider
 from ..errors import InjectionError, check_sizes
-from ..hosts.inject import REPORT, inject, uninject
+from ..hosts.inject import REPORT, Report, inject, uninject
 from ..mechanism import Mechanism, has_mechanism
 from ..notices import say
 from ..ops import logits, merge_masks
@@ -138,7 +138,8 @@ def mechanisms_in(model: nn.Module) -> dict[str, Mechanism]:
     return {path.removesuffix(".mechanism") or "mechanism": module for path, module in found.items()}
 
 
-_BORROWED: WeakKeyDictionary[nn.Module, set[object]] = WeakKeyDictionary()  # a model -> its borrowers
+_BORROWED: WeakKeyDictionary[nn.Module, tuple[Report, set[object]]] = WeakKeyDictionary()
+"""Of each model that has the mechanism `standard` for a time: the report of that injection, and its borrowers."""
 
 
 def borrow(model: nn.Module, example: Any = None) -> Callable[[], None]:
@@ -151,17 +152,20 @@ def borrow(model: nn.Module, example: Any = None) -> Callable[[], None]:
         if has_mechanism(model):
             return lambda: None
         _, report = inject(model, "standard", example=example, allow_partial=True)
-        _BORROWED[model] = set()
+        _BORROWED[model] = report, set()
         if report.left_alone:
             say(f"not measured: {', '.join(report.left_alone)}")
-    owned, borrower = getattr(model, REPORT, None), object()
-    _BORROWED[model].add(borrower)
+    (lent, borrowers), borrower = _BORROWED[model], object()
+    borrowers.add(borrower)
 
     def give_back() -> None:
-        borrowers = _BORROWED.get(model, set())
-        borrowers.discard(borrower)
-        if not borrowers and _BORROWED.pop(model, None) is not None and getattr(model, REPORT, None) is owned:
-            uninject(model)  # the user has not injected another since
+        if borrower not in borrowers:
+            return
+        borrowers.remove(borrower)
+        if not borrowers:
+            del _BORROWED[model]
+            if getattr(model, REPORT, None) is lent:  # the user has not injected another since
+                uninject(model)
 
     return give_back
 
@@ -242,7 +246,8 @@ class Layer:
         norms = [f"{x}_norm_{over}" for x in ("query", "key") for over in ("mean", "max")]
         if self.mechanism.family is not None:
             return norms
-        return ["max_logit", "entropy", "top_key_share", *norms, *["logit_bound"] * self.mechanism.unit_keys]
+        bound = ["logit_bound"] if self.mechanism.unit_keys else []
+        return ["max_logit", "entropy", "top_key_share", *norms, *bound]
 
     def take(self) -> Seen:
         """Return what was seen, float64 on the CPU, and forget it; heads of other ranks have seen nothing."""
@@ -357,8 +362,7 @@ class Layer:
     def _saw_normalizer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         masks = [mask for mask in (kwargs.get("residual"), kwargs["mask"]) if mask is not None]
         mask = functools.reduce(merge_masks, masks) if masks else None
-        q, k = args[0], args[1]
-        self.saw_operands(q, k, self.mechanism.score.scale(q.shape[-1]), mask, kwargs.get("change"))
+        self.saw_operands(args[0], args[1], kwargs["scale"], mask, kwargs.get("change"))
 
     def _take_raw(self) -> tuple[Tensor, Tensor, bool]:
         """Return q, k and is_causal as the score got them, and forget them."""
@@ -378,7 +382,8 @@ class Layer:
         if not has_numbers(q) or is_recomputing() or not (self.in_evaluation or self.mechanism.training):
             return True  # recomputing: in a backward pass, activation checkpointing computes the same once more
         with self._lock:
-            self.calls += PIECE.get()[0] == 0
+            if PIECE.get()[0] == 0:  # the first part of a call that was cut
+                self.calls += 1
             return bool((self.calls - 1) % self.every)
 
     @torch.no_grad()

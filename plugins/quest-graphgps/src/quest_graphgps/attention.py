@@ -45,7 +45,7 @@ class GraphAttention(TorchAttention):
         extended = self.bias_k is not None or self.add_zero_attn
         keeps_stream = self.training and self.dropout > 0 and self.mechanism.is_standard
         whole = any(layer.whole for layer in self.mechanism.monitor or ())
-        known = hidden.dtype == torch.bool and is_eager() and may_read(hidden, waits=True)
+        known = hidden.dtype == torch.bool and is_eager() and may_read(hidden)
         return plain and known and not whole and self.packing != "never" and not (extended or keeps_stream)
 
     def _pack(self, x: Tensor, real: Tensor, plan: PackingPlan) -> Tensor:
