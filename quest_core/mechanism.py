@@ -328,7 +328,9 @@ class Mechanism(CheckpointGuard):
                 mass of columns (sinkhorn) or noise (pgqa), query padding must be masked too.
         """
         if real.dtype not in (torch.bool, *TYPES):
-            raise InputError(f"a mask of padding is {real.dtype}; expected booleans (False = padding) or {NAMES} to add")
+            raise InputError(
+                f"a mask of padding is {real.dtype}; expected booleans (False = padding) or {NAMES} to add"
+            )
         real = real if real.dtype == torch.bool else hide_lowest(real)
         keys = real[:, None, None, :]
         if not (same_tokens and "queries" in self.reads):

@@ -190,7 +190,10 @@ def test_kv_heads_is_required_and_checked(part):
 @pytest.mark.parametrize("part", ["gqa", "kdgqa", "pgqa"])
 def test_heads_of_a_call_are_compared_with_the_options(part):
     q, k = torch.randn(1, 6, 5, 8), torch.randn(1, 1, 5, 8)
-    for ratio, said in ((4, "ratio is 4, which does not divide the 6 heads"), (3, "ratio is 3, but 6 query heads have")):
+    for ratio, said in (
+        (4, "ratio is 4, which does not divide the 6 heads"),
+        (3, "ratio is 3, but 6 query heads have"),
+    ):
         with pytest.raises(quest_core.InputError, match=said):
             quest_core.attention(q, k, k, f"quest+{part}(ratio={ratio})")
     with pytest.raises(quest_core.InputError, match="kv_heads is 0"):

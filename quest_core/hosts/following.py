@@ -370,7 +370,7 @@ class Following(TorchFunctionMode):
             flows = _merge([*self.flows(base), *written])
             if step.name in WRITES and all(f.origin.is_activation and (f.factor, f.odd) == (1, None) for f in flows):
                 self.note(base, tuple(f._replace(places=None) for f in flows))  # a cache
-            elif step.name in SUMS and _products(self.flows(base)) and not _products(written):
+            elif step.name in SUMS and _products(self.flows(base)) and not _products(tuple(written)):
                 self.note(base, flows)  # logits of which a part gets a bias
             else:
                 self._mark(base, flows, step.name)

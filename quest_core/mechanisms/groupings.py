@@ -32,11 +32,11 @@ class Grouped(Grouping):
         self.requested, self.ratio = kv_heads, ratio
 
     def kv_heads(self, num_heads: int) -> int:
-        if self.ratio is None and self.requested is None:
+        wanted = self.requested if self.ratio is None else num_heads // self.ratio
+        if wanted is None:
             raise ConfigError(
                 f"attention '{self.name}' needs 'kv_heads' or 'ratio': write for example {self.name}(kv_heads=2)"
             )
-        wanted = num_heads // self.ratio if self.ratio else self.requested
         if why := self.mismatch(num_heads, wanted):
             raise ConfigError(f"attention '{self.name}': {why}")
         return wanted
