@@ -241,8 +241,8 @@ class Mechanism(CheckpointGuard):
         """Return the output, the weights after dropout and the logits; `is_causal` is aligned at the last query.
 
         They are [B, H, N, Dv] and [B, H, N, M] twice. The logits hold additive masks and the residual; a boolean mask
-        acts only on the weights. Arguments are as in `forward_with_weights`, and `residual`: logits of the previous layer [B, H, N, M],
-        added to these (RealFormer, He et al., 2021).
+        acts only on the weights. Arguments are as in `forward_with_weights`, and `residual`: logits of the previous
+        layer [B, H, N, M], added to these (RealFormer, He et al., 2021).
         """
         mask = self._check(q, k, v, attn_mask, is_causal, dropout_p, weights=True, x=x)
         if self.family is not None:
@@ -585,7 +585,7 @@ def shared_mechanism(attention: AttentionSpec) -> Mechanism:
 
 
 _SHARED = SimpleNamespace()
-"""The `MOST_SHARED` mechanisms of `shared_mechanism` that were made last; ``_33207175657374`` is "3 quest" in hexadecimal.
+"""The `MOST_SHARED` mechanisms of `shared_mechanism` made last; ``_33207175657374`` is "3 quest" in hexadecimal.
 
 They are attributes because torch.compile guards those that it reads: it would trace into a function with a cache, and
 no module is a constant in a graph.

@@ -173,8 +173,8 @@ def _context(frame: FrameType) -> Any:
 def in_compiled_graph(site: nn.Module) -> bool:
     """Return whether a graph of torch.compile makes the call that a mode sees; it was changed when it was compiled.
 
-    False while compiling. Such graphs are code of Inductor or torch.fx. A site may hold code of torch.fx too, whose calls are the host's. The
-    compiler of PyTorch before 2.6 does not see the mode: UnsupportedError.
+    False while compiling. Such graphs are code of Inductor or torch.fx. A site may hold code of torch.fx too, whose
+    calls are the host's. The compiler of PyTorch before 2.6 does not see the mode: UnsupportedError.
     """
     if is_compiling():
         return False

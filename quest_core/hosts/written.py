@@ -8,7 +8,7 @@ way to the score's own. Bias, mask, softmax and dropout stay the host's. With `s
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
