@@ -63,7 +63,6 @@ from .functions import (
 
 # What makes a flow odd, besides the functions that do, which it names:
 LEARNED = "a learned factor"
-PART = "a factor on a part"
 MULTIPLES = "a sum of its multiples"
 TENSOR = "a tensor of factors"
 SAME = 1e-5  # relative difference of factors that are one
@@ -109,21 +108,22 @@ class Flow(NamedTuple):
 
     origin: Origin
     factor: float = 1.0  # by which it was multiplied since
-    odd: str | None = None  # the first function that did more than to move, scale, shift or hide entries
+    odd: str | None = None  # the first that did more than to move, scale, shift or hide entries, in words of errors
     places: Tensor | None = None  # 1 + the place of each entry in the origin, 0 for one from elsewhere; None: unknown
     frames: tuple[Any, ...] = ()  # the modules that ran when it began, or was last multiplied by a number
     shifted: bool = False  # the largest logit of each row, or the like, was subtracted
     capped: bool = False  # logits went through a tanh, between two parts of the factor
     bent: bool = False  # one of `ACTIVATIONS` was applied since
-    gate: float = 1.0  # the part of the factor in tensors of one entry, which may be gates in a batch of one
+    gate: float = 1.0  # the share of the factor in tensors of one entry, which may be gates in a batch of one
+    part: bool = False  # in a sum or join, some parts have a factor, and others have not; `factor` begins anew there
 
     def marked(self, why: str | None) -> "Flow":
-        """Return the flow after something odd. The first reason stays, but a part with a factor gives way to it."""
-        return self._replace(odd=why) if why and self.odd in (None, PART) else self
+        """Return the flow after something odd; the first reason stays."""
+        return self._replace(odd=why) if why and self.odd is None else self
 
     def partial(self) -> "Flow":
         """Return the flow of a sum or a join, of whose parts one has this factor, and another has not."""
-        return self._replace(odd=PART, factor=1.0) if self.odd in (None, PART) else self
+        return self._replace(part=True, factor=1.0) if self.odd is None else self
 
     def times(self, by: float) -> "Flow":
         """Return the flow after a multiplication."""
@@ -368,7 +368,7 @@ class Following(TorchFunctionMode):
         if base is not None and (written or (changes and self.flows(base))):
             written = [f._replace(places=None) for f in written]
             flows = _merge([*self.flows(base), *written])
-            if step.name in WRITES and all(f.origin.is_activation and (f.factor, f.odd) == (1, None) for f in flows):
+            if step.name in WRITES and all(f.origin.is_activation and factor_of((f,)) == 1 for f in flows):
                 self.note(base, tuple(f._replace(places=None) for f in flows))  # a cache
             elif step.name in SUMS and _products(self.flows(base)) and not _products(tuple(written)):
                 self.note(base, flows)  # logits of which a part gets a bias
@@ -445,7 +445,7 @@ def factor_of(flows: Flows, *, sums: bool = False) -> float | None:
     plain = [f for f in flows if f.origin.is_activation] or [f for f in flows if f.origin.kind != "softmax"]
     if not plain:
         return 1.0
-    return abs(plain[0].factor) if plain[0].odd is None or (sums and plain[0].odd == PART) else None
+    return None if plain[0].odd or (plain[0].part and not sums) else abs(plain[0].factor)
 
 
 def counted(flows: Iterable[Flow]) -> tuple[Origin, ...]:
