@@ -115,7 +115,7 @@ class Flow(NamedTuple):
     capped: bool = False  # logits went through a tanh, between two parts of the factor
     bent: bool = False  # one of `ACTIVATIONS` was applied since
     gate: float = 1.0  # the share of the factor in tensors of one entry, which may be gates in a batch of one
-    part: bool = False  # in a sum or join, some parts have a factor, and others have not; `factor` begins anew there
+    part: bool = False  # in a sum or join, some parts have a factor, and others have not; `factor` is 1 again there
 
     def marked(self, why: str | None) -> "Flow":
         """Return the flow after something odd; the first reason stays."""
