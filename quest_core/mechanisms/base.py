@@ -55,7 +55,8 @@ class Score(Component):
             cache: the layer's state while decoding; k and v are only the new tokens then.
             unit_keys: k holds unit vectors already.
         """
-        return self.query(q), k if unit_keys else self.key(k), self.scale(size(q, -1))
+        scale = self.scale(size(q, -1)) if self.factor is None else self.factor  # two calls less
+        return self.query(q), k if unit_keys else self.key(k), scale
 
     def scale(self, head_dim: int) -> float:
         """Return the factor on q kᵀ for queries of `head_dim` features."""
