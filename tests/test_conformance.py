@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import quest_core
 from quest_core.hosts.adapter import HostAttention
 from quest_core.hosts.torch import TorchAdapter
 from quest_core.testing import AdapterConformance
@@ -120,3 +121,13 @@ def test_the_suite_catches_parameters_that_do_not_train():
 
     with pytest.raises(AssertionError):
         broken(Detached).test_parameters_of_a_mechanism_are_frozen_with_the_projections()
+
+
+def test_query_heads_that_share_a_key_head_are_calibrated_by_its_norm():
+    model = stand_in.Model(16, 4, depth=2, num_kv_heads=2)
+    before = model.layers[0].q_proj.weight.detach().clone()
+    _, report = quest_core.calibrate(model, [torch.randn(2, 7, 16)], adapter=ToyAdapter())
+    layer = report.layers[0]
+    assert layer.factors == pytest.approx([norm / 2 for norm in layer.key_norms for _ in range(2)])  # 1/√D = 1/2
+    rows = torch.tensor(layer.factors).repeat_interleave(4)
+    torch.testing.assert_close(model.layers[0].q_proj.weight, before * rows[:, None])

@@ -19,7 +19,7 @@ from ..hosts.functions import tensors
 from ..hosts.inject import inject
 from ..hosts.plugins import adapter as find_adapter
 from ..hosts.sites import run_example
-from ..mechanism import Mechanism, count_kv_heads
+from ..mechanism import Mechanism
 from ..mechanisms.base import Dims
 from ..projections import Projected
 from .monitor import Monitor
@@ -29,11 +29,11 @@ BY_EXAMPLE = "it was found by an example, which does not show which projection m
 
 @dataclass(frozen=True)
 class LayerCalibration:
-    """The calibration of one attention module, one value per key/value head of the host."""
+    """The calibration of one attention module."""
 
     path: str  # the module's dotted path
-    key_norms: tuple[float, ...]  # mean ‖k‖₂ over the visible keys of the batches
-    factors: tuple[float, ...]  # what the query projection was multiplied by
+    key_norms: tuple[float, ...]  # of each key head, mean ‖k‖₂ over the visible keys of the batches
+    factors: tuple[float, ...]  # of each query head, what its query projection was multiplied by
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def calibrate(
     Args:
         model: a model with standard attention, stock or injected, that an adapter knows.
         batches: a few inputs like those of training. All are kept and run three times.
-        attention: quest, with any normalizer, and a grouping only if it leaves every query head its own key head.
+        attention: quest, with any normalizer, and a grouping only if it keeps the key heads of the model.
         adapter: as in :func:`quest_core.inject`.
         forward: ``forward(model, batch)`` returns the output to compare, a tensor or a nest of tuples, lists and
             dicts of tensors; by default the model is called with a batch as with the `example` of `inject`.
@@ -86,7 +86,7 @@ def calibrate(
         The model, as inject returns it, and the report.
 
     Raises:
-        ConfigError: the attention is not quest, or its grouping shares key heads; or the model's is not standard.
+        ConfigError: the attention is not quest, or its grouping takes key heads away; or the model's is not standard.
         InputError: no batches, no tensors in the output, or an attention that the batches never reached.
         UnsupportedError: no adapter can scale the queries, or attention modules share parameters.
         InjectionError, PluginError: as in inject.
@@ -145,7 +145,7 @@ def refuse_uncalibratable(target: AttentionConfig) -> None:
 def _uncalibratable(target: AttentionConfig, why: str) -> ConfigError:
     return ConfigError(
         f"attention '{target}' cannot be calibrated: {why}; calibrate takes 'quest', 'quest+sigmoid' and the like: "
-        "score quest, and every query head its own key head"
+        "score quest, and all key heads of the trained model"
     )
 
 
@@ -210,9 +210,8 @@ def _factors(path: str, old: Mechanism, new: Mechanism, seen: dict[str, list[flo
     """Return the factors of an attention module, from its mechanisms before and after and what a Monitor has seen."""
     assert old.dims is not None  # a model is injected with its sizes
     assert new.dims is not None
-    if count_kv_heads(new.config, old.dims.num_heads) != old.dims.num_heads:
-        why = f"'{path}' has {old.dims.num_heads} query heads, which were trained with a key head each"
-        raise _uncalibratable(new.config, why)
+    if new.dims.kv_heads != old.dims.kv_heads:
+        raise _uncalibratable(new.config, f"'{path}' was trained with {old.dims.kv_heads} key heads")
     norms = seen.get("key_norm_mean", [math.nan])
     if not all(map(math.isfinite, norms)):
         raise InputError(
@@ -220,7 +219,8 @@ def _factors(path: str, old: Mechanism, new: Mechanism, seen: dict[str, list[flo
             "batches (or a forward=) that run all of the model"
         )
     ratio = old.score.scale(old.dims.head_dim) / new.score.scale(new.dims.head_dim)
-    return LayerCalibration(path, tuple(norms), tuple(norm * ratio for norm in norms))
+    shared = old.dims.num_heads // len(norms)  # query heads of a key head
+    return LayerCalibration(path, tuple(norms), tuple(norm * ratio for norm in norms for _ in range(shared)))
 
 
 def _change(before: list[Tensor], after: list[Tensor]) -> float:

@@ -123,11 +123,7 @@ class TransformersAdapter(Adapter):
         configs.forget(model)
 
     def scale_queries(self, module: nn.Module, factor: Tensor) -> None:
-        """Multiply each head's query projection, bias included, in place.
-
-        Args:
-            module: as `replace` made it.
-            factor: [H], or [G] for a model with fewer key/value heads than query heads.
+        """Scale the query projection; see `Adapter.scale_queries`.
 
         Raises:
             UnsupportedError: the queries are made in a way that is not known.
@@ -141,7 +137,6 @@ class TransformersAdapter(Adapter):
                 f"the queries of {type(module).__name__} cannot be scaled: {why}; use quest_core.inject and fine-tune "
                 "without calibration"
             )
-        factor = factor.repeat_interleave(sizes.num_heads // len(factor))
         if projections is not None:
             projections.scale(host, sizes, "q", factor)
             return
