@@ -15,9 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import quest_core
-import quest_timm  # noqa: F401  # timm accepts attention= from here on
+import quest_timm  # timm accepts attention= from here on
 from devtools.wrong import WRONG
 from quest_core import AttentionMismatchWarning, CheckpointError, ConfigError, InjectionError, UnsupportedError
+from quest_core.hosts.universal import Routed
 from quest_core.mechanisms import naive as reference
 from quest_core.projections import Projected
 
@@ -357,3 +358,19 @@ def test_a_saved_model_is_made_again_with_its_start(tmp_path):
     assert torch.equal(loaded(x), trained(x))
     with pytest.raises(ConfigError, match="pretrained=True loads trained ones"):
         timm.create_model(f"local-dir:{tmp_path}", pretrained=True, attention="quest+sigmoid(init=5)")
+
+
+@pytest.mark.parametrize("text", ["none", "None"])
+def test_none_of_a_command_line_asks_for_nothing(text):
+    assert not hasattr(vit(attention=text), "attention_report")
+
+
+def test_uninstall_takes_the_leaf_modules_out_of_timms_graphs():
+    adapter = quest_timm.TimmAdapter()
+    ours = {quest_core.Mechanism, Routed}
+    assert ours <= {*timm.models.get_notrace_modules()}
+    adapter.uninstall()
+    try:
+        assert not ours & {*timm.models.get_notrace_modules()}
+    finally:
+        adapter.install()

@@ -11,6 +11,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
+from timm.layers import _fx
+from timm.models import _builder, _factory, get_pretrained_cfg
+from timm.models.naflexvit import NaFlexVit
+from timm.models.vision_transformer import VisionTransformer
+from timm.optim import _param_groups
 from torch import Tensor, nn
 
 from quest_core.checkpoints import compare, refuse_entries
@@ -22,6 +27,8 @@ from quest_core.hosts.sites import FoundSite, within
 from quest_core.hosts.torch import TorchAdapter
 from quest_core.hosts.universal import Routed
 from quest_core.mechanism import Mechanism, has_mechanism
+
+from .layers import REPLACEMENTS, makes_angles, normalizes
 
 
 class TimmAdapter(Adapter):
@@ -35,13 +42,7 @@ class TimmAdapter(Adapter):
         ),
         "it gates channels or places, without q·k",
     )
-
-    @property
-    def replacements(self) -> Mapping[str, type[HostAttention]]:  # type: ignore[override]
-        """The classes of quest_timm.layers, which imports all of timm's models."""
-        from .layers import REPLACEMENTS
-
-        return REPLACEMENTS
+    replacements = REPLACEMENTS
 
     def replacement(self, module: nn.Module) -> type[HostAttention] | None:
         """Return the class that replaces a module; None if it repeats key heads, so its call is found in a run."""
@@ -60,8 +61,6 @@ class TimmAdapter(Adapter):
         Raises:
             UnsupportedError: a norm follows the projection, or timm's own forward is kept.
         """
-        from .layers import normalizes
-
         if normalizes(module):
             raise UnsupportedError(
                 f"{type(module).__name__} normalizes its queries (qk_norm=True), so a factor on them is lost"
@@ -75,8 +74,6 @@ class TimmAdapter(Adapter):
             UnsupportedError: layers with windows would be compared, queries and keys that are turned by their positions
                 do not meet, or weights that are not formed would be dropped.
         """
-        from .layers import makes_angles
-
         turns = makes_angles(model)
         for path, module in model.named_modules():
             made = drafts.get(module)
@@ -88,11 +85,6 @@ class TimmAdapter(Adapter):
 
     def change_host(self) -> None:
         """Make `timm.create_model` accept `attention`, `attention_from` and `allow_partial`."""
-        from timm.models import _builder, _factory, register_notrace_module
-        from timm.models.naflexvit import NaFlexVit
-        from timm.models.vision_transformer import VisionTransformer
-        from timm.optim import _param_groups
-
         change = functools.partial(_build_with_attention, self)
         self.patches.around(_builder, "build_model_with_cfg", change, everywhere=True)
         self.patches.around(_factory, "create_model", _create_with_attention, everywhere=True)
@@ -102,14 +94,15 @@ class TimmAdapter(Adapter):
         for name in ("param_groups_weight_decay", "param_groups_layer_decay"):
             self.patches.around(_param_groups, name, _decay_no_mechanism, everywhere=True)
         for leaf in (Mechanism, Routed):  # timm's fx graphs call them: their code reads shapes and argument types
-            register_notrace_module(leaf)
+            leaves = _fx._leaf_modules
+            self.patches.once(leaf, functools.partial(leaves.add, leaf), functools.partial(leaves.discard, leaf))
 
 
 def _create_with_attention(stock: Callable[..., nn.Module], *arguments: Any, **options: Any) -> nn.Module:
     """Run create_model; refuse a model of a user's own function that took `attention` and did not read it."""
     made = stock(*arguments, **options)
-    if options.get("attention") is not None and not has_mechanism(made):
-        name = arguments[0] if arguments else options["model_name"]
+    name = arguments[0] if arguments else options["model_name"]
+    if Request.read(options, name) is not None and not has_mechanism(made):
         raise InjectionError(
             f"attention={options['attention']!r} was given to {name!r}, which did not read it; build the model with "
             "timm.models.build_model_with_cfg, or call "
@@ -157,8 +150,6 @@ def _build_with_attention(
 
 def _with_size(variant: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of timm's configuration of a model that says which images it takes."""
-    from timm.models import get_pretrained_cfg
-
     known = get_pretrained_cfg(variant)
     channels, *size = (3, 224, 224) if known is None else known.input_size
     wanted = options.get("img_size") or size

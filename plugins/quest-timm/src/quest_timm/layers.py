@@ -32,7 +32,7 @@ class Replacement(HostAttention):
 
     @classmethod
     def sizes(cls, host: Any) -> dict[str, Any]:
-        """Return the heads, whose width timm says only by the scale."""
+        """Return the heads; their width by the scale, because not every class of timm has `head_dim`."""
         return {"num_heads": host.num_heads, "head_dim": round(host.scale**-2)}
 
     @classmethod
