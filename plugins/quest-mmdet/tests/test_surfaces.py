@@ -18,6 +18,7 @@ from devtools.wrong import WRONG
 from quest_core.errors import CheckpointError, ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import HostAttention
 from quest_mmdet.adapter import TYPES, MmdetAdapter
+from quest_mmengine.adapter import check_config
 from quest_suites.mmdet import objects
 
 
@@ -125,7 +126,7 @@ def test_heads_that_ignore_unknown_keys_do_not_take_attention(scope):
     model = read(MIM / "mask2former" / "mask2former_r50_8xb2-lsj-50e_coco.py")
     model.panoptic_head.update(type=f"{scope}Mask2FormerHead", attention="quest")
     with pytest.raises(ConfigError, match=r"panoptic_head.attention is 'quest', and mmdet's Mask2FormerHead does not"):
-        MmdetAdapter.check(Config({"model": model}), model)
+        check_config(Config({"model": model}), model)
 
 
 def test_values_narrower_than_queries_refuse_elliptical():

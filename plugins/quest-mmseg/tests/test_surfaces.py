@@ -28,6 +28,7 @@ from quest_core import Mechanism
 from quest_core.checkpoints import ENTRY
 from quest_core.errors import CheckpointError, ConfigError, InjectionError, InputError, UnsupportedError
 from quest_core.projections import Projected
+from quest_mmengine.adapter import Mmengine, MmengineAdapter, check_config
 from quest_mmseg.adapter import REFUSED, TYPES, MmsegAdapter
 
 MIM = Path(mmseg.__file__).parent / ".mim"
@@ -117,8 +118,8 @@ def test_pretrained_weights_are_not_scaled(tmp_path):
 def test_attention_at_the_top_level_of_a_config_is_that_of_the_model():
     """It may be a variable of the file, which sets model.attention. What is refused is in test_configs.py."""
     quest = build(attention="quest")
-    MmsegAdapter.check(Config({"attention": "quest"}), quest)
-    MmsegAdapter.check(Config({"model": {"type": "User", "attention": "cbam"}}), build())
+    check_config(Config({"attention": "quest"}), quest)
+    check_config(Config({"model": {"type": "User", "attention": "cbam"}}), build())
     with pytest.raises(ConfigError, match="top level"):
         quest.cfg = Config({"attention": "standard"})  # as init_model does
     assert not hasattr(quest, "cfg")
@@ -451,3 +452,26 @@ def test_flop_counters_count_the_fused_attention(attention, count):
     """Stock forms the weights by two products; a fused call that is not counted would look like a saving."""
     stock, own = (count(build(**options).eval()) for options in ({}, {"attention": attention}))
     assert own == pytest.approx(stock, rel=0.01)
+
+
+class Other(MmengineAdapter):
+    """The adapter of a second plugin."""
+
+    name, package, types = "other", "quest_other", frozenset()
+    models = MODELS
+
+
+def test_a_second_plugin_changes_mmengine_no_further(log):
+    wanted, changed = build(attention="quest"), [*Mmengine.patches]
+    other = Other()
+    other.install()
+    try:
+        assert [*Mmengine.patches] == changed
+        model = segmenter(attention="quest")
+        check_config(Config({"attention": "quest", "model": model}), model)
+        log.clear()
+        build(attention="quest")
+        assert len(log) == len(set(log))
+    finally:
+        other.uninstall()
+    assert by_torch(wanted.eval()) == pytest.approx(by_torch(build().eval()), rel=0.01)

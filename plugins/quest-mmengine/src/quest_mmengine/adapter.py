@@ -10,6 +10,7 @@ names of the parameters are the host's. Any other `attention` in a config is an 
 import copy
 import functools
 import inspect
+import itertools
 import math
 import re
 import sys
@@ -68,54 +69,11 @@ class MmengineAdapter(Adapter):
         return isinstance(module, kinds) and module.mode in ("gaussian", "embedded_gaussian")
 
     def change_host(self) -> None:
-        """Have Runners (before they create a file) and inferencers check their config, and write notices to the log.
+        """Change mmengine itself, if no other plugin has done so; see `Mmengine`.
 
-        mmengine's loader, which only logs keys that a model does not have, raises for those that name an attention, and
-        the FLOP counters of mmengine, fvcore and PyTorch count the fused attention as the two products of a host's own.
-        `--cfg-options` can add an option to an attention that a config file writes as a text.
-        A plugin that a type's name imports comes too late for the check: write `custom_imports`, or use `quest run`.
         `uninstall` leaves the types of the plugin's scope in mmengine's registry.
         """
-
-        def check_runner(stock: Callable[..., Any], runner: Any, *arguments: Any, **options: Any) -> Any:
-            """Make a runner after checking its config and its model."""
-            given = inspect.signature(stock).bind(runner, *arguments, **options).arguments
-            model = given["model"]
-            self.check(given.get("cfg") or {}, model)
-            if isinstance(model, Mapping) and any(self.our_parts(model)):
-                rehearse(lambda: self.models.build(copy.deepcopy(model)))
-            return stock(runner, *arguments, **options)
-
-        def load(stock: Callable[..., None], module: Any, state_dict: Any, *rest: Any, **o: Any) -> None:
-            """Load a checkpoint, unless it names the attention of a module that has the host's own."""
-            while is_model_wrapper(module) or isinstance(module, BaseTTAModel):
-                module = module.module
-            refuse_entries(module, state_dict, self.name)
-            stock(module, state_dict, *rest, **o)
-
-        def inferring(stock: Callable[..., Any], inferencer: Any, cfg: Any, *rest: Any, **options: Any) -> Any:
-            """Return the model of an inferencer after checking it and its config."""
-            model = stock(inferencer, cfg, *rest, **options)
-            self.check(cfg or {}, model)
-            return model
-
-        def merge(stock: Callable[..., None], config: Any, options: Mapping[str, Any], *rest: Any, **o: Any) -> None:
-            """Merge the options of a command line into a config."""
-            stock(config, open_texts(config._cfg_dict, options), *rest, **o)
-
-        for kind in (Runner, FlexibleRunner):
-            self.patches.around(kind, "__init__", check_runner)
-        self.patches.around(BaseInferencer, "_init_model", inferring)
-        self.patches.around(checkpoint, "load_state_dict", load, everywhere=True)
-        self.patches.around(Config, "merge_from_dict", merge)
-        for module, table, formulas in COUNTERS:
-            self.patches.when_imported(module, functools.partial(self._count, module, table, formulas))
-        self.forward_notices(MMLogger.get_current_instance)
-
-    def _count(self, module: str, table: str, formulas: Mapping[Any, Any]) -> None:
-        """Add formulas to the table of an imported FLOP counter."""
-        counted = getattr(sys.modules[module], table)
-        self.patches.once(table, lambda: counted.update(formulas), lambda: [counted.pop(key, None) for key in formulas])
+        self.patches.once("mmengine", lambda: Mmengine().join(type(self)), lambda: Mmengine().leave(type(self)))
 
     def sites(self, model: nn.Module) -> Iterable[Site]:
         """Yield the sites of a model; in backbones with a reduction, each stage is a stack of its own."""
@@ -181,40 +139,111 @@ class MmengineAdapter(Adapter):
             )
         return request
 
-    @classmethod
-    def check(cls, config: Any, model: Any) -> None:
-        """Raise ConfigError if a config asks for an attention wrongly, or for one that the model does not have.
 
-        A variable of a config file is a key at its top level, which mmengine does not read: ``attention`` there is
-        valid only if the model has that attention. ``backbone.attention`` on a command line makes such a key too.
+class Mmengine(Adapter):
+    """mmengine itself, which is changed once, until the last plugin for a library on it leaves."""
 
-        Args:
-            config: mmengine's Config of a run or of `init_model`.
-            model: a model, or its config.
+    name: ClassVar[str] = "mmengine"
+    plugins: ClassVar[list[type[MmengineAdapter]]] = []
+    """The installed ones."""
+
+    def join(self, plugin: type[MmengineAdapter]) -> None:
+        """Change mmengine for a plugin too."""
+        self.install()
+        self.plugins.append(plugin)
+
+    def leave(self, plugin: type[MmengineAdapter]) -> None:
+        """Undo `join`."""
+        self.plugins.remove(plugin)
+        if not self.plugins:
+            self.uninstall()
+
+    def change_host(self) -> None:
+        """Have Runners (before they create a file) and inferencers check their config, and write notices to the log.
+
+        mmengine's loader, which only logs keys that a model does not have, raises for those that name an attention, and
+        the FLOP counters of mmengine, fvcore and PyTorch count the fused attention as the two products of a host's own.
+        `--cfg-options` can add an option to an attention that a config file writes as a text.
+        A plugin that a type's name imports comes too late for the check: write `custom_imports`, or use `quest run`.
         """
-        parts, built = config.get("model"), set()
-        for part in (parts, model):
-            for _, options, name in [*cls.our_parts(part, "model")]:  # before `read`, whose paths begin at `options`
-                request = cls.read(options, cls.models.get(name))
-                built |= {str(request.attention)} if request else set()
-        for key in parts if isinstance(parts, Mapping) else ():
-            part = config.get(key)
-            if isinstance(part, Mapping) and "type" not in part and part.get("attention") is not None:
-                raise ConfigError(
-                    f"{key}.attention is '{part['attention']}', which nothing reads; write model.attention="
-                    f"'{part['attention']}', or model.{key}.attention for this part, with a type of {cls.package}"
-                )
-        if config.get("attention") is None:
-            return
-        wanted = AttentionConfig.parse(config["attention"])
-        if isinstance(model, nn.Module):
-            built = {getattr(module, REPORT).attention for module in model.modules() if hasattr(module, REPORT)}
-        if not any(wanted.means(attention) for attention in built):
-            has = f"attention '{', '.join(sorted(built))}'" if built else f"{cls.name}'s own attention"
+
+        def check_runner(stock: Callable[..., Any], runner: Any, *arguments: Any, **options: Any) -> Any:
+            """Make a runner after checking its config and its model."""
+            given = inspect.signature(stock).bind(runner, *arguments, **options).arguments
+            model = given["model"]
+            check_config(given.get("cfg") or {}, model)
+            for plugin in self.plugins if isinstance(model, Mapping) else ():
+                if any(plugin.our_parts(model)):
+                    rehearse(functools.partial(plugin.models.build, copy.deepcopy(model)))
+            return stock(runner, *arguments, **options)
+
+        def load(stock: Callable[..., None], module: Any, state_dict: Any, *rest: Any, **o: Any) -> None:
+            """Load a checkpoint, unless it names the attention of a module that has the host's own."""
+            while is_model_wrapper(module) or isinstance(module, BaseTTAModel):
+                module = module.module
+            refuse_entries(module, state_dict, " or ".join(plugin.name for plugin in self.plugins))
+            stock(module, state_dict, *rest, **o)
+
+        def inferring(stock: Callable[..., Any], inferencer: Any, cfg: Any, *rest: Any, **options: Any) -> Any:
+            """Return the model of an inferencer after checking it and its config."""
+            model = stock(inferencer, cfg, *rest, **options)
+            check_config(cfg or {}, model)
+            return model
+
+        def merge(stock: Callable[..., None], config: Any, options: Mapping[str, Any], *rest: Any, **o: Any) -> None:
+            """Merge the options of a command line into a config."""
+            stock(config, open_texts(config._cfg_dict, options), *rest, **o)
+
+        for kind in (Runner, FlexibleRunner):
+            self.patches.around(kind, "__init__", check_runner)
+        self.patches.around(BaseInferencer, "_init_model", inferring)
+        self.patches.around(checkpoint, "load_state_dict", load, everywhere=True)
+        self.patches.around(Config, "merge_from_dict", merge)
+        for module, table, formulas in COUNTERS:
+            self.patches.when_imported(module, functools.partial(self._count, module, table, formulas))
+        self.forward_notices(MMLogger.get_current_instance)
+
+    def _count(self, module: str, table: str, formulas: Mapping[Any, Any]) -> None:
+        """Add formulas to the table of an imported FLOP counter."""
+        counted = getattr(sys.modules[module], table)
+        self.patches.once(table, lambda: counted.update(formulas), lambda: [counted.pop(key, None) for key in formulas])
+
+
+def check_config(config: Any, model: Any) -> None:
+    """Raise ConfigError if a config asks for an attention wrongly, or for one that the model does not have.
+
+    A variable of a config file is a key at its top level, which mmengine does not read: ``attention`` there is
+    valid only if the model has that attention. ``backbone.attention`` on a command line makes such a key too.
+
+    Args:
+        config: mmengine's Config of a run or of `init_model`.
+        model: a model, or its config.
+    """
+    parts, built = config.get("model"), set()
+    for plugin, part in itertools.product(Mmengine.plugins, (parts, model)):
+        for _, options, name in [*plugin.our_parts(part, "model")]:  # before `read`, whose paths begin at `options`
+            request = plugin.read(options, plugin.models.get(name))
+            built |= {str(request.attention)} if request else set()
+    hosts = " or ".join(plugin.name for plugin in Mmengine.plugins)
+    packages = " or ".join(plugin.package for plugin in Mmengine.plugins)
+    for key in parts if isinstance(parts, Mapping) else ():
+        part = config.get(key)
+        if isinstance(part, Mapping) and "type" not in part and part.get("attention") is not None:
             raise ConfigError(
-                f"attention is '{wanted}' at the top level of the config, where nothing reads it; the model has {has}; "
-                f"write model.attention='{wanted}' (--cfg-options model.attention=...) with a type of {cls.package}"
+                f"{key}.attention is '{part['attention']}', which nothing reads; write model.attention="
+                f"'{part['attention']}', or model.{key}.attention for this part, with a type of {packages}"
             )
+    if config.get("attention") is None:
+        return
+    wanted = AttentionConfig.parse(config["attention"])
+    if isinstance(model, nn.Module):
+        built = {getattr(module, REPORT).attention for module in model.modules() if hasattr(module, REPORT)}
+    if not any(wanted.means(attention) for attention in built):
+        has = f"attention '{', '.join(sorted(built))}'" if built else f"{hosts}'s own attention"
+        raise ConfigError(
+            f"attention is '{wanted}' at the top level of the config, where nothing reads it; the model has {has}; "
+            f"write model.attention='{wanted}' (--cfg-options model.attention=...) with a type of {packages}"
+        )
 
 
 class WithAttention:
@@ -242,7 +271,7 @@ class WithAttention:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "cfg":  # `init_model` and `init_detector` set the whole Config
-            self.adapter.check(value, self)
+            check_config(value, self)
         super().__setattr__(name, value)
 
 
