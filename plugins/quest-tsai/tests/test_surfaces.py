@@ -1,5 +1,6 @@
 """The options, refusals and reports that users of tsai see."""
 
+import copy
 import inspect
 from contextlib import nullcontext
 from unittest import mock
@@ -15,6 +16,7 @@ from conftest import ENVIRONMENT, SIZES, SPLITS, X, Y, classifier
 from tsai.basics import TSClassification, TSClassifier, TSForecaster, TSRegressor, TSTensor, get_ts_dls, ts_learner
 from tsai.callback import MVP
 from tsai.learner import all_arch_names, get_arch
+from tsai.models import TST, PatchTST, RNNAttention, RNNAttentionPlus, TabFusionTransformer, TabTransformer
 from tsai.models.layers import MultiheadAttention
 from tsai.models.TSTPlus import TSTPlus
 
@@ -390,3 +392,23 @@ def test_padding_in_fastai_tensors_is_padding_too():
     padding[0, 8:] = True
     got, want = (layer(tokens, tokens, tokens, key_padding_mask=padding)[0] for tokens in (TSTensor(x), x))
     torch.testing.assert_close(got.detach().as_subclass(torch.Tensor), want.detach())
+
+
+LATER = torch.ones(5, 5).triu(1).bool()
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "options"),
+    [
+        *((home._MultiHeadAttention, (), {"mask": LATER}) for home in (TST, RNNAttention, RNNAttentionPlus)),
+        *((home._MultiheadAttention, (None, LATER), {}) for home in (TabTransformer, TabFusionTransformer)),
+        *((kind, (torch.ones(2, 4, 5, 5).tril(),), {}) for kind in (PatchTST._MultiheadAttention, MultiheadAttention)),
+        (MultiheadAttention, (None, LATER[-2:], LATER), {}),
+    ],
+)
+def test_standard_reads_and_ignores_the_arguments_that_the_host_does(kind, arguments, options):
+    host, x = kind(16, 4, 4, 4).eval(), torch.randn(2, 5, 16)
+    ours, _ = quest_core.inject(copy.deepcopy(host), "standard", adapter="tsai")
+    for model in (host, ours):
+        model.register_forward_hook(lambda *_: None)  # weights are formed
+    torch.testing.assert_close(*(model(x, x, x, *arguments, **options)[0] for model in (ours, host)))

@@ -19,15 +19,16 @@ from .layers import (
     PerceiverAttention,
     Replacement,
     TabularAttention,
+    UnmaskedAttention,
 )
 from .surfaces import build_with_attention, check_early, init_again, leave_out_scores, transfer
 
 REPLACEMENTS: dict[str, type[Replacement]] = {
     "tsai.models.layers.MultiheadAttention": MultiheadAttention,
     "tsai.models.PatchTST._MultiheadAttention": MultiheadAttention,
-    "tsai.models.TST._MultiHeadAttention": MultiheadAttention,
-    "tsai.models.RNNAttention._MultiHeadAttention": MultiheadAttention,
-    "tsai.models.RNNAttentionPlus._MultiHeadAttention": MultiheadAttention,
+    "tsai.models.TST._MultiHeadAttention": UnmaskedAttention,
+    "tsai.models.RNNAttention._MultiHeadAttention": UnmaskedAttention,
+    "tsai.models.RNNAttentionPlus._MultiHeadAttention": UnmaskedAttention,
     "tsai.models.TabTransformer._MultiheadAttention": TabularAttention,
     "tsai.models.TabFusionTransformer._MultiheadAttention": TabularAttention,
     "tsai.models.TSPerceiver.Attention": PerceiverAttention,

@@ -122,7 +122,7 @@ def takes_scale(config: AttentionConfig) -> bool:
 
 
 class MultiheadAttention(Replacement):
-    """Replace the attention of TSTPlus, TSiTPlus, PatchTST, TST and RNN/LSTM/GRUAttention."""
+    """Replace the attention of TSTPlus, TSiTPlus and PatchTST."""
 
     projections = Separate("W_Q", "W_K", "W_V")
 
@@ -134,16 +134,14 @@ class MultiheadAttention(Replacement):
         prev: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
-        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor | None]:
         """Attend over embeddings.
 
         Args:
             Q: [B, N, E]; K, V: [B, M, E], Q by default.
-            prev: scores of the previous layer [B, H, N, M].
+            prev: scores of the previous layer [B, H, N, M], which only a host with `res_attention` adds.
             key_padding_mask: [B, M], True = padding.
             attn_mask: [N, M] or broadcastable to [B, H, N, M]; boolean (True = may not attend) or additive.
-            mask: the name of `attn_mask` in TST and RNNAttention, which declare it and ignore it.
 
         Returns:
             The output [B, N, E] and the weights [B, H, N, M], or None if they were not formed; with the host's
@@ -157,18 +155,34 @@ class MultiheadAttention(Replacement):
         if key_padding_mask is not None:
             real = plain(key_padding_mask) == 0  # [B, M]; tsai marks padding by True or by a number
             seen = self.mechanism.padding_mask(real, same_tokens=K is Q)
-        hidden = mask if attn_mask is None else attn_mask
-        if hidden is not None:
-            hidden = plain(hidden)[(None,) * (4 - hidden.dim())]  # [.., .., N, M]
-        out, weights, scores = self.attend_with_scores(q, k, v, one_mask(hidden, seen), prev)
+        if attn_mask is not None:
+            attn_mask = plain(attn_mask)[(None,) * (4 - attn_mask.dim())]  # [.., .., N, M]
+        passes = getattr(self, "res_attention", False)
+        out, weights, scores = self.attend_with_scores(q, k, v, one_mask(attn_mask, seen), prev if passes else None)
         out = self.to_out(out) if hasattr(self, "to_out") else self.W_O(out)
-        return (out, weights, scores) if getattr(self, "res_attention", False) else (out, weights)
+        return (out, weights, scores) if passes else (out, weights)
+
+
+class UnmaskedAttention(MultiheadAttention):
+    """Replace the attention of TST and RNN/LSTM/GRUAttention, which declare a mask and ignore it."""
+
+    def forward(  # type: ignore[override]
+        self, Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None
+    ) -> Any:
+        """Attend over embeddings; see `MultiheadAttention.forward`."""
+        return super().forward(Q, K, V)
 
 
 class TabularAttention(MultiheadAttention):
     """Replace the attention of TabTransformer and TabFusionTransformer, over columns."""
 
     capabilities = Capabilities(ordered=False, weights=True)  # the layers store them
+
+    def forward(  # type: ignore[override]
+        self, Q: Tensor, K: Tensor, V: Tensor, prev: Tensor | None = None, attn_mask: Tensor | None = None
+    ) -> Any:
+        """Attend over embeddings; see `MultiheadAttention.forward`."""
+        return super().forward(Q, K, V, prev, attn_mask=attn_mask)
 
 
 class PerceiverAttention(Replacement):
@@ -177,8 +191,8 @@ class PerceiverAttention(Replacement):
     projections = Separate(q="to_q") + Packed("to_kv", roles="kv")
     capabilities = Capabilities(ordered=False)
 
-    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """Attend from x [B, N, E] to a context [B, M, C], x by default; returns [B, N, E]."""
+    def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Attend from x [B, N, E] to a context [B, M, C], x by default; returns [B, N, E]. `mask` is ignored as there."""
         x = plain(x)
         k, v = self.to_kv(x if context is None else plain(context)).chunk(2, dim=-1)
         out = self.attend_with_scores(*self.split(self.to_q(x), k, v))[0]
