@@ -593,3 +593,9 @@ def test_kv_heads_are_checked_before_a_worker_starts(describe, capfd):
         assert app_main([*RUN, "--attention", f"quest+gqa({wrong})"]) == 2
         assert f"{wrong.replace('=', ' is ')}, which does not divide the 8 heads" in capfd.readouterr().err
     assert not Path("out").exists()
+
+
+def test_a_print_before_the_cell_starts_is_no_message(fake, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("print('a banner'); print(5)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    assert app_main(RUN) == 0

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -61,7 +62,7 @@ class _Running:
             self.pending += block
         self.closed = block == b""  # None: nothing yet
         *lines, self.pending = self.pending.split(b"\n")
-        for message in map(json.loads, lines):
+        for message in map(_message, lines):
             self.busy = self.busy or "busy" in message
             self.error = message.get("error", self.error)
             if "progress" in message:
@@ -81,6 +82,15 @@ class _Running:
         self.channel.close()
         if self.process.stdin:
             self.process.stdin.close()
+
+
+def _message(line: bytes) -> dict[str, Any]:
+    """Return the message of a line, empty for one that a module printed while the process of a cell started."""
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return {}
+    return message if isinstance(message, dict) else {}
 
 
 def label(cell: Cell) -> str:
