@@ -12,6 +12,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 import quest_core
 from devtools.logits import check, clipped, recorded, scalars
 from quest_core.errors import UnsupportedError
+from quest_transformers import TransformersAdapter
 from quest_transformers.watching import WatchCallback
 
 pytest.importorskip("accelerate")
@@ -172,3 +173,13 @@ def test_queries_of_capped_logits_are_not_clipped():
     model(torch.randint(0, 11, (2, 5)))
     with pytest.raises(UnsupportedError, match="the host changes them before the softmax"):
         clip.step()
+
+
+def test_uninstall_gives_trainers_log_back():
+    WatchCallback()
+    changed = Trainer.log
+    TransformersAdapter().uninstall()
+    try:
+        assert Trainer.log is changed.__wrapped__
+    finally:
+        TransformersAdapter().install()

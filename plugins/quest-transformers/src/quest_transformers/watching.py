@@ -6,9 +6,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from quest_core import Watch
-from quest_core.hosts.patching import Patches
 
-PATCHES = Patches()
+from .adapter import TransformersAdapter
 
 
 class WatchCallback(TrainerCallback):
@@ -29,7 +28,7 @@ class WatchCallback(TrainerCallback):
         self.watch: Watch | None = None
         self.values: dict[str, float] = {}
         # Trainer's own callbacks write the log before this one is asked.
-        PATCHES.around("transformers.trainer:Trainer", "log", _log)
+        TransformersAdapter.patches.around("transformers.trainer:Trainer", "log", _log)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         steps = state.global_step
