@@ -112,6 +112,7 @@ class PackedAttention(HostAttention):
 
     projections: ClassVar[Projections] = Packed("qkv")
     capabilities = Capabilities(pairs=True)
+    hides_by_infinity = True
     drops_weights = True
 
     @classmethod
