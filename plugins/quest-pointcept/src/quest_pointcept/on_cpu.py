@@ -10,7 +10,7 @@ def train_on_cpu() -> None:
 
     Three things of its CPU build stand in the way. The backward pass asks for the current CUDA stream and then ignores
     it. Evaluation wants to add the bias inside a kernel that only CUDA has. With more than one thread its sums come out
-    wrong, so PyTorch is left with one.
+    wrong, so PyTorch is left with one. All this lasts until the process ends.
     """
     if torch.cuda.is_available():
         return
