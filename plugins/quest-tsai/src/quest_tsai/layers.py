@@ -192,7 +192,7 @@ class PerceiverAttention(Replacement):
     capabilities = Capabilities(ordered=False)
 
     def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Attend from x [B, N, E] to a context [B, M, C], x by default; returns [B, N, E]. `mask` is ignored as there."""
+        """Attend from x [B, N, E] to a context [B, M, C], x by default; returns [B, N, E]. tsai ignores `mask` too."""
         x = plain(x)
         k, v = self.to_kv(x if context is None else plain(context)).chunk(2, dim=-1)
         out = self.attend_with_scores(*self.split(self.to_q(x), k, v))[0]
