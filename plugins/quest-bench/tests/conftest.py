@@ -163,8 +163,8 @@ def _run(runner: Runner, cells: Sequence[Cell]) -> Outcome:
             worker.run(folder / "cell.json", lambda message: None)
             outcome.done.append(cell)
         except Exception as error:
-            store.fail(folder, reason := worker.describe_error(error))
-            outcome.failed.append((cell, reason))
+            store.fail(folder, worker.describe_error(error))
+            outcome.failed.append(cell)
     return outcome
 
 

@@ -110,7 +110,7 @@ def ls(
     [cyan]quest bench ls ts/uea[/]
     """
     available = catalogue(python or [])
-    shown = {name: one for name, one in available.suites.items() if name == suite or name.startswith(suite)}
+    shown = {name: one for name, one in available.suites.items() if name.startswith(suite)}
     if suite and not shown:
         shown = {(one := suite_of(available, suite)).name: one}
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
@@ -275,7 +275,7 @@ def _execute(plan: Plan, folder: Path, runner: Runner, command: Sequence[str]) -
         store.write_run(folder, record)
     if outcome.elsewhere:
         console.print(f"{len(outcome.elsewhere)} cells are left to another command, which runs them now")
-    show_causes([store.load(cell.workdir.parent) for cell, _ in outcome.failed])
+    show_causes([store.load(cell.workdir.parent) for cell in outcome.failed])
     return outcome
 
 

@@ -241,7 +241,7 @@ def _comparable(cells: Sequence[Stored], runs: Sequence[Mapping[str, Any]]) -> l
     suites = [run["suite"] for run in runs]
     tasks = list(dict.fromkeys(task for run in runs for task in run["tasks"]))
 
-    def order(members: list[Stored]) -> tuple[Any, ...]:
+    def place(members: list[Stored]) -> tuple[Any, ...]:
         spec = members[0].spec
         suite = suites.index(spec["suite"]) if spec["suite"] in suites else len(suites)
         task = tasks.index(spec["task"]) if spec["task"] in tasks else len(tasks)
@@ -249,7 +249,7 @@ def _comparable(cells: Sequence[Stored], runs: Sequence[Mapping[str, Any]]) -> l
         by_size = [(0, value, "") if isinstance(value, int | float) else (1, 0, str(value)) for _, value in values]
         return suite, spec["suite"], task, spec["task"], by_size
 
-    return sorted(groups.values(), key=order)
+    return sorted(groups.values(), key=place)
 
 
 def _group(members: Sequence[Stored], suite: Suite, baseline: str, runs: Sequence[Mapping[str, Any]]) -> Group:
@@ -431,6 +431,6 @@ def seconds(value: float | None) -> str:
     return f"{value / 60:.1f} min" if value < 6000 else f"{value / 3600:.1f} h"
 
 
-def cell(text: str) -> str:
-    """Text for a cell of a Markdown table."""
+def quote(text: str) -> str:
+    """Return text for a cell of a Markdown table."""
     return text.replace("|", "\\|").replace("\n", " ")

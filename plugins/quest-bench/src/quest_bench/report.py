@@ -59,7 +59,7 @@ def write_report(out: Path, baseline: str) -> Path:
     if any(out.glob("cells/*")):  # else results.parquet is what the report is made from
         store.write_table(load_cells(out), out / "results.parquet")
     write_text(out / "report.md", _render("report.md.j2", facts))
-    packed = {"script": _script() if facts["specs"] else "", "specs": _pack(_charts_json(facts["specs"]))}
+    packed = {"script": _script() if facts["specs"] else "", "specs": _pack(_charts_json(facts))}
     page = out / "report.html"
     write_text(page, _render("report.html.j2", facts | packed))
     return page
@@ -75,13 +75,13 @@ def write_page(results: Path, out: Path, baseline: str) -> None:
     for plot in facts["plots"]:
         if isinstance(plot, Picture):
             (out / "report" / plot.file).write_bytes(plot.data)
-    write_text(out / "charts.js", f"reportCharts = {_charts_json(facts['specs'])};\n")
+    write_text(out / "charts.js", f"reportCharts = {_charts_json(facts)};\n")
     write_text(out / "report.md", _render("report.md.j2", facts | {"site": True, "created": ""}))
 
 
-def _charts_json(specs: Sequence[Mapping[str, Any]]) -> str:
+def _charts_json(facts: Mapping[str, Any]) -> str:
     """The specifications of all charts and both themes as JSON."""
-    content = {"specs": specs, "light": charts.theme(False), "dark": charts.theme(True)}
+    content = {"specs": facts["specs"], "light": charts.theme(False), "dark": charts.theme(True)}
     return json.dumps(content, separators=(",", ":"))
 
 
@@ -139,7 +139,7 @@ def _render(template: str, facts: Mapping[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    own = ["number", "with_sign", "interval", "seconds", "cell", "spread", "mean", "gain", "paper_text", "paper_words"]
+    own = ["number", "with_sign", "interval", "seconds", "quote", "spread", "mean", "gain", "paper_text", "paper_words"]
     environment.filters.update({name: getattr(groups, name) for name in own})
     environment.filters.update(p=write_p, base64=lambda data: base64.b64encode(data).decode())
     environment.globals.update(last_line=store.last_line)

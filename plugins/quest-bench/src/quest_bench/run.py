@@ -31,7 +31,7 @@ class Outcome:
 
     done: list[Cell] = field(default_factory=list)
     elsewhere: list[Cell] = field(default_factory=list)  # run now in another command
-    failed: list[tuple[Cell, str]] = field(default_factory=list)
+    failed: list[Cell] = field(default_factory=list)
     stopped: signal.Signals | None = None  # the signal that ended the run
 
 
@@ -258,7 +258,7 @@ class Runner:
         reason = one.error or found.error or _exit_reason(one.process.returncode)
         with contextlib.suppress(OSError):
             store.fail(found.folder, reason)
-        outcome.failed.append((one.cell, reason))
+        outcome.failed.append(one.cell)
         display.finish(one.cell, (reason.splitlines() or [""])[0], False)
 
 

@@ -62,8 +62,7 @@ class Comparison:
     test: str  # "paired t"; "sign" if a seed failed or the differences have no spread; "" if nothing can be tested
     p: float  # two-sided; NaN without a test
     better: bool | None  # whether the seeds speak for ours, given the direction of the metric; None for neither
-    adjusted: float = math.nan  # p after Holm's correction over `family` comparisons; set by :func:`correct`
-    family: int = 1
+    adjusted: float = math.nan  # p after Holm's correction; set by :func:`correct`
     detectable: float = math.nan
     """The smallest mean difference that a paired t-test finds with a power of 80%, given spread and correction."""
 
@@ -116,7 +115,7 @@ def _worth(value: float, sign: int) -> float:
 
 
 def correct(family: Sequence[Comparison]) -> list[Comparison]:
-    """Return the comparisons with `adjusted`, `family` and `detectable` set, by Holm's method over all that have a p.
+    """Return the comparisons with `adjusted` and `detectable` set, by Holm's method over all that have a p.
 
     Holm's method bounds the probability of one or more false marks in the whole family, under any dependence of the
     comparisons. The detectable difference uses Bonferroni's level, the strictest step of Holm's.
@@ -128,9 +127,7 @@ def correct(family: Sequence[Comparison]) -> list[Comparison]:
     holm[order] = np.minimum(1, np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1)))
     adjusted = iter(holm)
     return [
-        replace(one, adjusted=float(next(adjusted)), family=len(tested), detectable=_detectable(one, len(tested)))
-        if one.test
-        else one
+        replace(one, adjusted=float(next(adjusted)), detectable=_detectable(one, len(tested))) if one.test else one
         for one in family
     ]
 

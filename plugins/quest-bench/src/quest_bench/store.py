@@ -34,7 +34,7 @@ from .plan import Plan, cell_id, describe_cell, write_value
 from .worker import decode, encode, git_commit, whole, write_json, write_text
 
 # The columns of results.parquet, next to those with a prefix; see `rows`.
-SPEC_COLUMNS = ("suite", "task", "attention", "seed", "smoke", "data")  # of results.parquet; see `rows`
+SPEC_COLUMNS = ("suite", "task", "attention", "seed", "smoke", "data")
 RESULT_COLUMNS = ("seconds", "peak_rss_mib", "device", "threads", "finished")
 RESULT_KEYS = ("metrics", "series", "device")  # that every result.json has
 JSON_COLUMNS = ("details", "versions", "commits", "machine")
@@ -162,11 +162,11 @@ def _load_table(out: Path) -> list[Stored]:
 
 
 def state(cell: Cell) -> str:
-    """ "done", "failed" or "new", without reading the result."""
+    """ "done", "failed" or "unfinished", as `Stored.state` without reading the result."""
     folder = cell.workdir.parent
     if (folder / "result.json").is_file() and (folder / "cell.json").is_file():
         return "done"
-    return "failed" if (folder / "error.txt").is_file() else "new"
+    return "failed" if (folder / "error.txt").is_file() else "unfinished"
 
 
 def check_conflicts(out: Path, plan: Plan) -> None:
