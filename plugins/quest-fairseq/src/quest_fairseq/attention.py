@@ -210,8 +210,9 @@ class Attention(HostAttention, MultiheadAttention):
 
     def _visible(self, attn_mask: Tensor | None, padding: Tensor | None) -> tuple[Tensor | None, bool]:
         """Return one mask for fairseq's two, and whether `attn_mask` hides the future and nothing else."""
-        ours = ~attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
-        causal = ours is not None and hides_the_future(ours, only=True)
+        causal = False
+        if attn_mask is not None:
+            causal = hides_the_future(~attn_mask if attn_mask.dtype == torch.bool else attn_mask, only=True)
         if not causal and attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.masked_fill(attn_mask <= HIDDEN, -math.inf)
         seen = None  # [B, 1, 1 or S, S]

@@ -15,7 +15,7 @@ from quest_core.errors import CheckpointError
 def average(paths: Sequence[Path]) -> dict[str, Any]:
     """Return the first checkpoint with the mean of the weights of all.
 
-    Means are taken in float32 and cast back. Whole numbers and the name of the attention are those of the last.
+    Means are taken in float32 and cast back. Tensors of whole numbers are those of the last.
 
     Raises:
         CheckpointError: the checkpoints differ in their attention or in their tensors.
@@ -31,9 +31,9 @@ def average(paths: Sequence[Path]) -> dict[str, Any]:
             )
     mean = {}
     for name, last in states[-1]["model"].items():
-        mean[name] = last
         if last.is_floating_point():
-            mean[name] = torch.stack([state["model"][name].float() for state in states]).mean(0).to(last.dtype)
+            last = torch.stack([state["model"][name].float() for state in states]).mean(0).to(last.dtype)
+        mean[name] = last
     return {**first, "model": mean}
 
 

@@ -1,4 +1,4 @@
-"""What this plugin changes in fairseq, and why; the README lists it. `FairseqAdapter.uninstall` undoes it."""
+"""What this plugin changes in fairseq, and why. `FairseqAdapter.uninstall` undoes it."""
 
 import argparse
 import functools
@@ -28,7 +28,7 @@ from .watching import shorten, train_and_watch
 def install(patches: Patches) -> None:
     """Change fairseq; a second call changes nothing."""
     patches.around(initialize, "add_defaults", _refuse_early, everywhere=True)
-    patches.around(models, "build_model", _refuse_unread)
+    patches.around(models, "build_model", _build_what_reads)
     patches.around(checkpoint_utils, "load_checkpoint_to_cpu", _reach_the_model)
     patches.around(checkpoint_utils, "load_pretrained_component_from_model", load_part)
     patches.around(Trainer, "load_checkpoint", _resume_the_same)
@@ -43,13 +43,19 @@ def install(patches: Patches) -> None:
 def _refuse_early(stock: Callable[..., None], cfg: DictConfig) -> None:
     """Fill in a run's options, which comes before its folder is made, but refuse a wrong attention in them."""
     stock(cfg)
-    _refuse_unread(lambda model: None, cfg.model)
+    _refuse_unread(cfg.model)
     if getattr(cfg.model, "attention", None) is not None:
         read(cfg.model)
 
 
-def _refuse_unread(stock: Callable[..., Any], cfg: Any, *arguments: Any, **options: Any) -> Any:
-    """Build a model, but refuse an attention that it does not read; fairseq ignores it."""
+def _build_what_reads(stock: Callable[..., Any], cfg: Any, *arguments: Any, **options: Any) -> Any:
+    """Build a model, but refuse an attention that it does not read."""
+    _refuse_unread(cfg)
+    return stock(cfg, *arguments, **options)
+
+
+def _refuse_unread(cfg: Any) -> None:
+    """Raise ConfigError for an attention in the options of a model that does not read it; fairseq ignores it."""
     name = getattr(cfg, "_name", None) or getattr(cfg, "arch", None)
     kind = models.ARCH_MODEL_REGISTRY.get(name) or models.MODEL_REGISTRY.get(name)
     given = {option: getattr(cfg, option, None) for option in OPTIONS}
@@ -60,7 +66,6 @@ def _refuse_unread(stock: Callable[..., Any], cfg: Any, *arguments: Any, **optio
             f"the model '{name}' does not read {' and '.join(unread)}; name one that does with --arch (yaml: "
             f"model._name; --model-overrides: {{'model': {{'_name': ...}}}}); {one_of(f'quest_{name}', ours)}"
         )
-    return stock(cfg, *arguments, **options)
 
 
 def _reach_the_model(stock: Callable[..., Any], path: str, arg_overrides: Any = None, *others: Any, **more: Any) -> Any:
