@@ -112,5 +112,5 @@ def test_queries_are_clipped_after_every_batch(tmp_path, built):
 def test_a_wrong_key_is_an_error(key, value):
     configure()
     cfg.gnn[key] = value
-    with pytest.raises(ConfigError, match=f"gnn.{key} is"):
+    with pytest.raises(ConfigError, match=f"gnn.{key} is .*; expected a whole number, 0 for no"):
         watching.read(cfg)

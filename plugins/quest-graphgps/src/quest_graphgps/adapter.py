@@ -21,14 +21,14 @@ from . import graphgym
 from .attention import GraphAttention
 from .edges import EdgeAttention
 
-HOSTS: dict[tuple[str, str], str] = {
-    ("torch_geometric.nn.conv.gps_conv", "GPSConv"): "attn",
-    ("torch_geometric.nn.aggr.utils", "MultiheadAttentionBlock"): "attn",
-    ("graphgps.layer.gps_layer", "GPSLayer"): "self_attn",
-    ("graphgps.layer.graphormer_layer", "GraphormerLayer"): "attention",
-    ("quest_suites.graphgps.gps", "GPSLayer"): "self_attn",
+HOSTS: dict[tuple[str, str], tuple[str, bool]] = {
+    ("torch_geometric.nn.conv.gps_conv", "GPSConv"): ("attn", False),
+    ("torch_geometric.nn.aggr.utils", "MultiheadAttentionBlock"): ("attn", False),
+    ("graphgps.layer.gps_layer", "GPSLayer"): ("self_attn", False),
+    ("graphgps.layer.graphormer_layer", "GraphormerLayer"): ("attention", True),
 }
-"""Host layer (module, class) -> the name under which it holds its torch.nn.MultiheadAttention."""
+"""Host layer (module, class) -> the name under which it holds its torch.nn.MultiheadAttention, and whether it always
+asks for the weights (Graphormer's drop them)."""
 
 
 class GraphGPSAdapter(TorchAdapter):
@@ -69,11 +69,10 @@ class GraphGPSAdapter(TorchAdapter):
         for path, layer in model.named_modules():
             if self.replacement(layer) is EdgeAttention:
                 yield self.site(path, layer, EdgeAttention, model)
-            name = _attention_name(layer)
+            name, reads = _attention_of(layer)
             module = getattr(layer, name) if name else None
             if isinstance(module, nn.MultiheadAttention) and self.replacement(module):
-                # Graphormer's layers ask for the weights and drop them; GPSLayer keeps them in one of its modes.
-                reads = name == "attention" or bool(getattr(layer, "log_attn_weights", False))
+                reads = reads or bool(getattr(layer, "log_attn_weights", False))  # a mode of GPSLayer
                 pools = isinstance(layer, MultiheadAttentionBlock)  # some of them attend from seeds to nodes
                 asked = replace(GraphAttention.capabilities, weights=reads, dropout=module.dropout > 0, cross=pools)
                 place = f"{path}.{name}" if path else str(name)
@@ -95,10 +94,10 @@ class GraphGPSAdapter(TorchAdapter):
         graphgym.install(self)
 
 
-def _attention_name(layer: nn.Module) -> str | None:
-    """Return the attribute of a host layer that holds its attention; None for any other module."""
-    names = (HOSTS.get((kind.__module__, kind.__name__)) for kind in type(layer).__mro__)
-    return next(filter(None, names), None)
+def _attention_of(layer: nn.Module) -> tuple[str | None, bool]:
+    """Return what `HOSTS` says of a layer; (None, False) for any other module."""
+    found = (HOSTS.get((kind.__module__, kind.__name__)) for kind in type(layer).__mro__)
+    return next(filter(None, found), (None, False))
 
 
 def _accept_attention(adapter: Adapter, stock: Callable[..., None], self: Any, *arguments: Any, **options: Any) -> None:

@@ -43,7 +43,10 @@ class EdgeAttention(HostAttention, TransformerConv):  # type: ignore[misc]
         init_norms(self)
 
     def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
-        """Keep what the host's class has; a copy would take its fast propagate for the one that masks, to explain."""
+        """Do nothing: PyTorch Geometric calls it for a copy, and would have explainers use the `propagate` below.
+
+        They need the host's, which masks edges.
+        """
 
     def propagate(self, edge_index: Any, **given: Any) -> Tensor:
         """Propagate as the host does; keys without a feature of the edge are scored once a node, not once an edge."""

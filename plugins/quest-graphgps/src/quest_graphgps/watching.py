@@ -9,7 +9,8 @@ from quest_core import Watch
 from quest_core.errors import ConfigError
 from quest_core.hosts.patching import Patches
 
-KEYS = {"watch_attention": "measure every n-th batch with", "qk_clip": "clip logits above"}
+KEYS = {"watch_attention": "measurement", "qk_clip": "clipping"}
+"""Key of `gnn` -> what 0 turns off."""
 _current: list[Watch] = []  # of the model that was built last; GraphGym trains one after the other
 
 
@@ -22,9 +23,9 @@ def install(patches: Patches) -> None:
 def read(cfg: Any) -> tuple[int, int]:
     """Return the batches from one measurement to the next, and the threshold of QK-clip; 0 for none."""
     every, clip = (cfg.gnn.get(key) or 0 for key in KEYS)
-    for (key, words), found in zip(KEYS.items(), (every, clip), strict=True):
+    for (key, what), found in zip(KEYS.items(), (every, clip), strict=True):
         if type(found) is not int or found < 0:
-            raise ConfigError(f"gnn.{key} is {found!r}; {words} a whole number, or none with 0")
+            raise ConfigError(f"gnn.{key} is {found!r}; expected a whole number, 0 for no {what}")
     return every, clip
 
 

@@ -29,6 +29,7 @@ from yacs.config import CfgNode
 
 from quest_core.errors import ConfigError, PluginError, one_of
 from quest_graphgps import graphgym
+from quest_graphgps.adapter import HOSTS
 
 from .data import SPLITS, add_eigenvectors, add_random_walks, join_positions
 
@@ -240,6 +241,9 @@ class GatedGCNLayer(nn.Module):
             fresh = F.dropout(fresh, self.dropout, self.training)
             marked = F.dropout(marked, self.dropout, self.training)
         return x + fresh, edges + marked
+
+
+HOSTS[__name__, "GPSLayer"] = "self_attn", False
 
 
 class GPSLayer(nn.Module):
