@@ -5,13 +5,12 @@ hold a backbone and torch-pointcloud's `create_model` all call the constructor.
 """
 
 import functools
-import importlib
-import importlib.util
 import inspect
 import itertools
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +35,7 @@ POINTCEPT = [
 LITEPT = "pointcept.models.litept.litept_v1"
 POINTCEPT_MODELS = ("PT-v3m1", "PT-v3m2", "PT-v3m3", "LitePT-v1")  # names in Pointcept's registry
 TORCH_POINTCLOUD = "torch_pointcloud.layers.serialized_attention"
+LOADER = "torch_pointcloud.utils.state_dict"
 
 MODELS = {
     **dict.fromkeys(POINTCEPT, ("PointTransformerV3",)),
@@ -73,10 +73,12 @@ def install(adapter: Adapter) -> None:
     patches.around("pointcept.utils.config:Config", "merge_from_dict", merge)
     patches.around("pointcept.engines.hooks.misc:CheckpointLoader", "before_train", loader)
     patches.when_imported("pointcept.utils.config", functools.partial(_change_processes_and_logs, adapter))
-    if importlib.util.find_spec("torch_pointcloud"):
-        for module in ("torch_pointcloud.utils.state_dict", "torch_pointcloud.models._registry"):
-            load = functools.partial(load_attention_first, adapter)
-            patches.around(importlib.import_module(module), "load_state_dict", load)
+    patches.when_imported(LOADER, functools.partial(_change_loader, adapter))
+
+
+def _change_loader(adapter: Adapter) -> None:
+    load = functools.partial(load_attention_first, adapter)
+    adapter.patches.around(sys.modules[LOADER], "load_state_dict", load, everywhere=True)
 
 
 def _change_processes_and_logs(adapter: Adapter) -> None:

@@ -24,7 +24,7 @@ from quest_core.hosts.adapter import Capabilities, HostAttention, rate
 from quest_core.projections import Packed
 from quest_core.tools.packing import PackingPlan, attention_packed, flash_runs, varlen_computes
 
-from .layout import Patches, counts_of, patches_of
+from .layout import PatchLayout, counts_of, patches_of
 
 FLASH = ("enable_flash", "use_flash_attn")
 """The hosts' names of the option that asks for flash-attn."""
@@ -115,7 +115,7 @@ class SerializedAttention(HostAttention):
     def attend_to_patches(
         self,
         x: Tensor,
-        patches: Patches,
+        patches: PatchLayout,
         order: Tensor | None,
         inverse: Tensor | None,
         *,
@@ -173,7 +173,7 @@ class SerializedAttention(HostAttention):
             return torch.autocast("cuda", dtype=self.flash_dtype)
         return nullcontext()
 
-    def _arrangement(self, take: Tensor, give: Tensor, patches: Patches) -> AbstractContextManager[Any]:
+    def _arrangement(self, take: Tensor, give: Tensor, patches: PatchLayout) -> AbstractContextManager[Any]:
         """Lets elliptical scores compare the values of the same point, which every block puts into another slot."""
         if not self.chained:
             return nullcontext()
@@ -283,8 +283,8 @@ class TensorAttention(SerializedAttention):
         if "patches" not in layout:
             plan = PackingPlan(layout["cu_seqlens"], max_seqlen=self.patch_size)
             size = None if self.packed else self.patch_size
-            layout["patches"] = Patches(layout["padded_indices"], layout["unpadded_indices"], size, plan)
-        patches: Patches = layout["patches"]
+            layout["patches"] = PatchLayout(layout["padded_indices"], layout["unpadded_indices"], size, plan)
+        patches: PatchLayout = layout["patches"]
         bias = None
         if self.rpe is not None:
             if pos_grid is None:

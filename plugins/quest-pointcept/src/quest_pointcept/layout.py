@@ -18,7 +18,7 @@ from quest_core.tools.packing import PackingPlan
 
 
 @dataclass(frozen=True)
-class Patches:
+class PatchLayout:
     """A layout of points that are in the order of a curve.
 
     Attributes:
@@ -36,7 +36,7 @@ class Patches:
     real: Tensor | None = None
 
     @functools.cached_property
-    def padded(self) -> "Patches":
+    def padded(self) -> "PatchLayout":
         """The same patches filled up to the longest, with `real`: one dense batch."""
         lengths = torch.tensor(self.plan.lengths)[:, None]  # [P, 1]
         position = torch.arange(int(lengths.max()))
@@ -46,10 +46,10 @@ class Patches:
         place = real.flatten().nonzero().flatten()  # [S]: of each slot in the dense batch
         device = self.slots.device
         slots, rows = self.slots[chosen.flatten().to(device)], place.to(device)[self.rows]
-        return Patches(slots, rows, len(position), self.plan, real.to(device))
+        return PatchLayout(slots, rows, len(position), self.plan, real.to(device))
 
 
-def lay_out(counts: Sequence[int], patch_size: int, device: torch.device) -> Patches:
+def lay_out(counts: Sequence[int], patch_size: int, device: torch.device) -> PatchLayout:
     """Cut clouds of `counts` points, at least one each, into patches of `patch_size`, or one that is shorter."""
     slots: list[Tensor] = []
     rows: list[Tensor] = []
@@ -66,7 +66,7 @@ def lay_out(counts: Sequence[int], patch_size: int, device: torch.device) -> Pat
     sizes = {b - a for a, b in itertools.pairwise(bounds)}
     plan = PackingPlan(torch.tensor(bounds, dtype=torch.int32, device=device), max_seqlen=max(sizes))
     size = sizes.pop() if len(sizes) == 1 else None
-    return Patches(torch.cat(slots).to(device), torch.cat(rows).to(device), size, plan)
+    return PatchLayout(torch.cat(slots).to(device), torch.cat(rows).to(device), size, plan)
 
 
 def counts_of(point: Any) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ def counts_of(point: Any) -> tuple[int, ...]:
     return point[key]
 
 
-def patches_of(point: Any, patch_size: int) -> Patches:
+def patches_of(point: Any, patch_size: int) -> PatchLayout:
     """Return the layout of a Pointcept `Point`, made once for each set of points and patch size.
 
     Pointcept keeps one layout with the points, whatever the patch size: a decoder whose patches differ from those of
