@@ -5,7 +5,6 @@
 
 from collections.abc import Mapping, Set
 from itertools import takewhile
-from types import SimpleNamespace
 from typing import Any
 from zipfile import is_zipfile
 
@@ -99,7 +98,7 @@ def load_mechanisms(model: nn.Module, stored: Mapping[str, Tensor], missing: Set
     new = [path for path, part in model.named_modules() if isinstance(part, Mechanism) and path not in known]
     if stored:
         keys = {f"{path}.{key}" for path in new for key in model.get_submodule(path).state_dict()}
-        verify(model, SimpleNamespace(missing_keys={*missing, *(keys - {*stored})}, unexpected_keys=()), {})
+        verify(model, {*missing, *(keys - {*stored})}, set(), {})
 
 
 def mechanism_tensors(state_dict: Any, files: Any) -> dict[str, Tensor]:
@@ -122,11 +121,11 @@ def attention_entries(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: value for key, value in stored.items() if key.endswith(ENTRY)}
 
 
-def verify(model: Any, info: Any, stored: Mapping[str, Tensor]) -> None:
+def verify(model: Any, missing: Set[str], unexpected: Set[str], stored: Mapping[str, Tensor]) -> None:
     """Compare what was loaded with what the model has, except for layers that the checkpoint lacks whole.
 
     Args:
-        info: the keys that were missing or unexpected.
+        missing, unexpected: the keys that the checkpoint lacks, and those that the model lacks.
         stored: tensors of mechanisms in the checkpoint.
 
     Raises:
@@ -134,8 +133,8 @@ def verify(model: Any, info: Any, stored: Mapping[str, Tensor]) -> None:
     """
     stored = attention_entries(stored)
     paths = {path for path, _ in model.named_modules()}
-    unexpected = sorted(key for key in info.unexpected_keys if key.endswith(ENTRY))
-    for key in unexpected:
+    entries = sorted(key for key in unexpected if key.endswith(ENTRY))
+    for key in entries:
         if key.removesuffix(f".mechanism.{ENTRY}") not in paths:
             continue  # of a part that the model lacks, such as the text model of CLIP
         if has_mechanism(model):
@@ -144,22 +143,22 @@ def verify(model: Any, info: Any, stored: Mapping[str, Tensor]) -> None:
                 "attention that the checkpoint was trained with"
             )
         raise unexpected_entry(key, stored.get(key, next(iter(stored.values()))), "the host")
-    if len(unexpected) < len(stored) and not has_mechanism(model):  # a loader that does not name what it leaves out
+    if len(entries) < len(stored) and not has_mechanism(model):  # a loader that does not name what it leaves out
         refuse_entries(model, stored, "the host")
     for path, module in model.named_modules():
         if not isinstance(module, Mechanism):
             continue
         layer = path.rpartition(".")[0]
         weights = [name for name, _ in model.get_submodule(layer).named_parameters(layer) if name.endswith("weight")]
-        missing = sorted(key for key in info.missing_keys if key.startswith(f"{path}."))
-        if weights and info.missing_keys >= {*weights}:
+        lacks = sorted(key for key in missing if key.startswith(f"{path}."))
+        if weights and missing >= {*weights}:
             continue
-        if missing:
+        if lacks:
             raise CheckpointError(
-                f"the checkpoint lacks {', '.join(missing)}, so '{path}' was not trained with attention "
+                f"the checkpoint lacks {', '.join(lacks)}, so '{path}' was not trained with attention "
                 f"'{module.config}'; build the model with the attention of the checkpoint"
             )
         entry = module.attention_is_not_standard
         # A tensor without values was left on disk, or the whole model was; `fits` has read the file.
         if entry is not None and not entry.is_meta and not module.config.means(decode(entry)):
-            compare(entry, module.config, None, path, info)
+            compare(entry, module.config, None, path, missing)

@@ -216,7 +216,9 @@ def attend(
     monitored = mechanism.monitor is not None
     host_only = _host_only_arguments(name, key, attention_mask, options) if monitored else []
     replaced = not rules.prepares or name in OUR_FUNCTIONS
-    if replaced or (monitored and not host_only) or (wanted and name == "sdpa"):
+    observed = monitored and not host_only
+    lacks_weights = wanted and name == "sdpa"
+    if replaced or observed or lacks_weights:
         return attend_instead(
             module, query, key, value, attention_mask, *arguments, wanted=bool(wanted), unit_keys=unit_keys, **options
         )

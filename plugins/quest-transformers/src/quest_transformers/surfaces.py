@@ -371,7 +371,8 @@ def _load_weights(
     else:
         if choice_of(model.config) is not None:
             loading.stored, loading.missing = take_unexpected(model, info, stored), frozenset(info.missing_keys)
-        verify(model, info, {key: stored[key] for key in stored if key not in loading.stored})
+        rest = {key: stored[key] for key in stored if key not in loading.stored}
+        verify(model, info.missing_keys, info.unexpected_keys, rest)
     return info, *others
 
 

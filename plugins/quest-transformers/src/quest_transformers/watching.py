@@ -17,7 +17,8 @@ class WatchCallback(TrainerCallback):
     >>> trainer = Trainer(model=model, args=args, callbacks=[WatchCallback(every=100)])
 
     The values (see `quest_core.Watch.step`) join Trainer's next log, and so its progress bar, `log_history`,
-    TensorBoard, W&B, ... Choose `every` as `logging_steps`, or a multiple.
+    TensorBoard, W&B, ... Choose `every` as `logging_steps`: with a divisor of it, a log has the last measurement; with
+    a multiple, only some logs have one.
 
     Args:
         every, example, clip: as for :class:`quest_core.Watch`.
