@@ -15,7 +15,8 @@ from .sink_kernel import attend_with_sink
 
 def wider_mask(mask: Tensor, keys: int) -> Tensor:
     """Return a mask of `keys` keys with one more key before them, which every query sees."""
-    return F.pad(mask.expand(*mask.shape[:-1], keys), (1, 0), value=mask.dtype == torch.bool)
+    seen = 1.0 if mask.dtype == torch.bool else 0.0
+    return F.pad(mask.expand(*mask.shape[:-1], keys), (1, 0), value=seen)
 
 
 @register("softmax1", source="Miller, 2023: Attention Is Off By One")
