@@ -14,7 +14,8 @@ class WatchAttention(Hook):  # type: ignore[misc]
     >>> custom_hooks = [dict(type="quest_mmseg.WatchAttention", every=100)]
 
     The log line gets the largest logit and the mean entropy over all layers and heads; the visualizers get every layer
-    too. Choose `every` as the interval of the LoggerHook, or a divisor.
+    too. Choose `every` as the interval of the LoggerHook, or a divisor; with a larger `every`, lines repeat the latest
+    measurement.
 
     Args:
         every, clip: as for :class:`quest_core.Watch`.
