@@ -240,8 +240,11 @@ def rate(dropout: Any) -> float:
     return float(getattr(dropout, "p", dropout))
 
 
-def moves(config: AttentionConfig) -> str | None:
-    """Return why windows and stages, in which tokens move, cannot honor `config`, or None."""
+def refuses_chained(config: AttentionConfig) -> str | None:
+    """Return why layers whose tokens change places (in windows, in stages) cannot honor `config`, or None.
+
+    Chained attention, such as elliptical, compares the tokens of a layer with those of the layer before.
+    """
     if any(part.chained for part in config.components):
         return f"'{config}' compares the tokens of each layer with those of the one before, which differ here"
     return None

@@ -32,7 +32,7 @@ from quest_core.compat import FUSED_ON_CPU, FUSED_ON_CPU_BACKWARD
 from quest_core.config import AttentionConfig
 from quest_core.drafts import draft
 from quest_core.errors import ConfigError, UnsupportedError
-from quest_core.hosts.adapter import Adapter, HostAttention, Site, moves, sections
+from quest_core.hosts.adapter import Adapter, HostAttention, Site, refuses_chained, sections
 from quest_core.hosts.inject import KEYS, REPORT, Request, open_texts, rehearse
 from quest_core.projections import init_norms
 
@@ -90,7 +90,7 @@ class MmengineAdapter(Adapter):
         for path, layer in model.named_modules():
             if type(layer).__name__ == "Mask2FormerTransformerDecoderLayer" and layer.cross_attn in drafts:
                 config = drafts[layer.cross_attn].attn.config
-                if why := moves(config):
+                if why := refuses_chained(config):
                     raise UnsupportedError(f"attention '{config}' cannot be used at '{path}.cross_attn': {why}")
         for module in _initializers(model):
             if any(inner in drafts for inner in module.modules()):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quest_core.config import AttentionConfig
 from quest_core.drafts import draft
-from quest_core.hosts.adapter import Capabilities, HostAttention, moves, window_bias
+from quest_core.hosts.adapter import Capabilities, HostAttention, refuses_chained, window_bias
 from quest_core.hosts.torch import TorchAttention
 from quest_core.projections import Packed, Projections
 
@@ -137,7 +137,7 @@ class WindowAttention(PackedAttention):
     @classmethod
     def refuses(cls, host: Any, path: str, config: AttentionConfig) -> str | None:
         """Refuse what compares layers, because every second one shifts its windows."""
-        return moves(config)
+        return refuses_chained(config)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Windows [B·W, N, E] and a mask [W, N, N], 0 or Swin's −100, which hides -> [B·W, N, E]."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from quest_core.checkpoints import compare, refuse_entries
 from quest_core.drafts import host_class
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
-from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, moves, rate, refusal
+from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, rate, refusal, refuses_chained
 from quest_core.hosts.inject import KEYS, REPORT, Request, inject
 from quest_core.hosts.sites import FoundSite, within
 from quest_core.hosts.torch import TorchAdapter
@@ -80,7 +80,7 @@ class TimmAdapter(Adapter):
             if not isinstance(made, FoundSite) or not host_class(module).__module__.startswith("timm."):
                 continue
             config, drops = made.mechanism.config, rate(getattr(module, "attn_drop", 0.0)) > 0
-            if why := moves(config) or refusal(config, Capabilities(rotary=turns, dropout=drops)):
+            if why := refuses_chained(config) or refusal(config, Capabilities(rotary=turns, dropout=drops)):
                 raise UnsupportedError(f"attention '{config}' cannot be used at '{path}' of timm: {why}")
 
     def change_host(self) -> None:

@@ -18,7 +18,7 @@ from timm.models import beit, cait, crossvit, eva, swin_transformer
 from torch import Tensor, nn
 
 from quest_core.config import AttentionConfig
-from quest_core.hosts.adapter import Capabilities, HostAttention, moves, window_bias
+from quest_core.hosts.adapter import Capabilities, HostAttention, refuses_chained, window_bias
 from quest_core.projections import Packed, Separate
 
 
@@ -48,7 +48,7 @@ class Replacement(HostAttention):
         if config.initial_norms and normalizes(host):
             return "qk_norm=True normalizes queries and keys after their projections, so initial norms have no effect"
         stacked = cls.stacked and re.search(r"^(\w+\.)?blocks\.\d+\.attn$", path)
-        return None if stacked else moves(config)
+        return None if stacked else refuses_chained(config)
 
     def bias(self) -> Tensor | None:
         """Return the bias of `qkv` where the host keeps those of queries and values apart, with zeros for the keys."""
