@@ -7,24 +7,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ENVIRONMENT = Path(__file__).parents[2] / "quest-mmengine" / "environment"
-try:
-    import quest_mmengine_environment  # there already where ./dev made the environment
-except ModuleNotFoundError:
-    sys.path.append(str(ENVIRONMENT))
-    import quest_mmengine_environment  # noqa: F401
+sys.path.append(str(Path(__file__).parents[2] / "quest-mmengine" / "environment"))
+import mmdet
+import mmengine.config.config
+import quest_mmengine_environment  # noqa: F401
+import torch
+import yapf.yapflib.yapf_api
+from mmdet.structures import DetDataSample
+from mmdet.utils import register_all_modules
+from mmengine.config import Config, ConfigDict
+from mmengine.registry import init_default_scope
+from mmengine.structures import InstanceData
 
-import mmdet  # noqa: E402
-import mmengine.config.config  # noqa: E402
-import torch  # noqa: E402
-import yapf.yapflib.yapf_api  # noqa: E402
-from mmdet.structures import DetDataSample  # noqa: E402
-from mmdet.utils import register_all_modules  # noqa: E402
-from mmengine.config import Config, ConfigDict  # noqa: E402
-from mmengine.registry import init_default_scope  # noqa: E402
-from mmengine.structures import InstanceData  # noqa: E402
-
-import quest_mmdet  # noqa: E402
+import quest_mmdet
 
 register_all_modules(init_default_scope=False)
 init_default_scope("mmdet")

@@ -5,22 +5,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ENVIRONMENT = Path(__file__).parents[2] / "quest-mmengine" / "environment"
-try:
-    import quest_mmengine_environment  # there already where ./dev made the environment
-except ModuleNotFoundError:
-    sys.path.append(str(ENVIRONMENT))
-    import quest_mmengine_environment  # noqa: F401
-
-import mmengine.config.config  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
-import yapf.yapflib.yapf_api  # noqa: E402
-from mmengine.config import ConfigDict  # noqa: E402
-from mmengine.logging import MMLogger  # noqa: E402
-from mmengine.registry import init_default_scope  # noqa: E402
-from mmengine.structures import PixelData  # noqa: E402
-from mmseg.structures import SegDataSample  # noqa: E402
+sys.path.append(str(Path(__file__).parents[2] / "quest-mmengine" / "environment"))
+import mmengine.config.config
+import pytest
+import quest_mmengine_environment  # noqa: F401
+import torch
+import yapf.yapflib.yapf_api
+from mmengine.config import ConfigDict
+from mmengine.logging import MMLogger
+from mmengine.registry import init_default_scope
+from mmengine.structures import PixelData
+from mmseg.structures import SegDataSample
 
 init_default_scope("mmseg")
 logging.getLogger("mmengine").setLevel(logging.WARNING)
