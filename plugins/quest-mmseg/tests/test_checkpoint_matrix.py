@@ -134,16 +134,6 @@ def test_a_checkpoint_of_another_attention(loader, trained, tmp_path, logged):
     matrix.check_loader(load, "mmseg", loader, among=LOADERS, named=False)
 
 
-def test_the_log_file_has_the_report_and_the_warning(trained, tmp_path):
-    with pytest.warns(AttentionMismatchWarning, match="attention 'quest'") as caught:
-        run("quest", tmp_path, load_from=trained["stock"])
-    assert len([w for w in caught if w.category is AttentionMismatchWarning]) == 1
-    (path,) = tmp_path.glob("*/*.log")
-    lines = path.read_text().splitlines()
-    assert len([line for line in lines if "attention=quest in 4 modules" in line]) == 1
-    assert len([line for line in lines if "WARNING - these weights were trained with standard" in line]) == 1
-
-
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_the_hosts_attention_beside_another_refuses_weights_of_that(trained, wrapped):
     """mmengine only logs the key; `tools/test.py --tta` loads through a wrapper."""

@@ -26,7 +26,9 @@ from mmseg.utils import register_all_modules
 import quest_mmseg
 from devtools.configs import with_start
 from devtools.wrong import WRONG
+from quest_core import Mechanism
 from quest_core.errors import QuestError, UnsupportedError
+from quest_core.hosts.adapter import sections
 from quest_core.projections import Projected
 from quest_mmseg.adapter import REFUSED, TYPES
 
@@ -93,18 +95,14 @@ def test_half_precision_trains(dtype, scale, monkeypatch):
     monkeypatch.setattr(amp_optimizer_wrapper, "is_cuda_available", lambda: True)
     monkeypatch.setattr(amp_optimizer_wrapper, "GradScaler", functools.partial(torch.amp.GradScaler, "cpu"))
     monkeypatch.setattr(amp, "autocast", functools.partial(torch.autocast, "cpu"))
-    given, dtypes = torch.nn.functional.scaled_dot_product_attention, set()
-
-    def watched(q, *arguments, **named):
-        dtypes.add(q.dtype)
-        return given(q, *arguments, **named)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
     config = Config.fromfile(SHIPPED[-1])
     config.model.data_preprocessor.size = config.model.backbone.img_size = (64, 64)
     torch.manual_seed(0)
-    model = MODELS.build(config.model)
+    model, dtypes = MODELS.build(config.model), set()
     model.init_weights()
+    for module in model.modules():
+        if isinstance(module, Mechanism):
+            module.register_forward_pre_hook(lambda _, given: dtypes.add(given[0].dtype))
     half = {"type": "AmpOptimWrapper", "dtype": dtype, "loss_scale": scale}
     wrapper = build_optim_wrapper(model, {**config.optim_wrapper, **half})
     data = {"inputs": [torch.randint(255, (3, 64, 64))] * 2, "data_samples": [sample((64, 64), 150)] * 2}
@@ -122,12 +120,9 @@ BUILT = {"DAHead", "ANNHead", "ISAHead", "OCRHead", "MSCAN", "SVT"}
 FIRST = {"san": "san-vit-b16_coco", "segformer": "segformer_mit-b0", "swin": "swin-tiny", "setr": "setr_vit-l_naive"}
 
 
-def types(config):
-    """Every `type` inside a config."""
-    if isinstance(config, dict):
-        inner = set().union(*map(types, config.values()))
-        return inner | ({config["type"]} if isinstance(config.get("type"), str) else set())
-    return set().union(*map(types, config)) if isinstance(config, list | tuple) else set()
+def types(path):
+    """Every `type` inside the model of a config."""
+    return {part.get("type") for _, part in sections(Config.fromfile(path).model)}
 
 
 def of_the_wheel():
@@ -136,7 +131,7 @@ def of_the_wheel():
     for path in sorted(MIM.glob("[!_]*/*.py")):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            named = types(Config.fromfile(path).model.to_dict())
+            named = types(path)
         if named & (TYPES - {"EncoderDecoder", "CascadeEncoderDecoder", "DepthEstimator"} | BUILT | REFUSED.keys()):
             found[path.stem.partition("-")[0] if path.parent.name == "twins" else path.parent.name].append(path)
     return found
@@ -144,10 +139,9 @@ def of_the_wheel():
 
 def verdict(path):
     """ "✓", or why `attention="quest"` is refused in a config, made smaller."""
+    if refused := types(path) & REFUSED.keys():
+        return REFUSED[refused.pop()]
     config = Config.fromfile(path).model
-    for name in types(config.to_dict()):
-        if name in REFUSED:
-            return REFUSED[name]
     backbone = config.get("backbone") or config.image_encoder
     config.pretrained = backbone.init_cfg = None
     if isinstance(backbone.get("num_layers"), int) and "text_encoder" not in config:

@@ -56,15 +56,12 @@ def test_a_missing_package_of_corruptions_is_named_before_the_training(tmp_path,
 def test_an_interrupted_cell_goes_on_where_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "SMOKE_CORRUPTIONS", ())
 
-    class Stop(Exception):
-        pass
-
     def stop(done, text):
         if text.startswith("iteration 3"):
-            raise Stop
+            raise KeyboardInterrupt
 
     given = smoke_cell(SUITES, tmp_path, "seg/shapes", batch_size=4)
-    with pytest.raises(Stop):
+    with pytest.raises(KeyboardInterrupt):
         run_shapes(given, stop)
     reported = []
     done = run_shapes(given, lambda done, text: reported.append(text))
@@ -129,25 +126,23 @@ def test_scenes_are_read_by_the_dataset_class_of_ade20k(tmp_path):
         assert np.array_equal(dataset[index]["data_samples"].gt_sem_seg.data[0].numpy(), want)
 
 
-def test_an_image_is_the_same_whatever_the_number_of_images(tmp_path):
-    scenes.write(tmp_path / "few", train=2, validation=1)
-    scenes.write(tmp_path / "more", train=3, validation=2)
-    for name in ("images/training/scene_train_000001.jpg", "annotations/validation/scene_valid_000000.png"):
-        assert (tmp_path / "few" / name).read_bytes() == (tmp_path / "more" / name).read_bytes()
+def test_scenes_have_all_classes():
     found = {int(value) for seed in range(40) for value in np.unique(scenes.scene(64, np.random.default_rng(seed))[1])}
     assert found == set(scenes.LABELS.values())
 
 
-def test_a_folder_holds_the_scenes_of_the_last_call_only(tmp_path):
+def test_an_image_is_the_same_whatever_the_number_of_images(tmp_path):
+    """A folder holds the images of the last call only."""
     scenes.write(tmp_path / "again", train=3, validation=2, size=48)
-    for folder in ("again", "new"):
-        scenes.write(tmp_path / folder, train=2, validation=1)
-    again, new = (
+    for folder, count in (("again", 1), ("few", 1), ("more", 2)):
+        scenes.write(tmp_path / folder, train=count, validation=count)
+    again, few, more = (
         {path.relative_to(tmp_path / folder): path.read_bytes() for path in (tmp_path / folder).rglob("scene_*")}
-        for folder in ("again", "new")
+        for folder in ("again", "few", "more")
     )
-    assert len(new) == 6
-    assert again == new
+    assert (len(few), len(more)) == (4, 8)
+    assert again == few
+    assert few.items() < more.items()
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):

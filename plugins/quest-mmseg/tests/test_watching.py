@@ -10,10 +10,11 @@ from devtools.logits import check, clipped, recorded, scalars
 
 @pytest.mark.parametrize("built", ["stock", "quest"])
 def test_the_logs_of_the_runner_hold_what_attention_does(tmp_path, built):
-    hook = {"type": "quest_mmseg.WatchAttention", "every": 1}
+    """And queries are clipped after every iteration."""
+    hook = {"type": "quest_mmseg.WatchAttention", "every": 1, "clip": 1e-6}
     show = {"type": "Visualizer", "vis_backends": [{"type": f"{kind}VisBackend"} for kind in ("Local", "Tensorboard")]}
     hooks = {"logger": {"type": "LoggerHook", "interval": 1}}
-    with recorded() as calls:
+    with recorded() as calls, clipped() as factors:
         run(built, tmp_path, hooks=hooks, custom_hooks=[hook], visualizer=show)
     values = {}
     for line in next(tmp_path.glob("*/vis_data/scalars.json")).read_text().splitlines():
@@ -21,10 +22,5 @@ def test_the_logs_of_the_runner_hold_what_attention_does(tmp_path, built):
     check(values, calls, rel=1e-4)
     check(scalars(tmp_path)[1], calls, rel=1e-4)
     assert values["max_logit"] == pytest.approx(values["attention/max_logit"])
-
-
-def test_queries_are_clipped_after_every_iteration(tmp_path):
-    with clipped() as factors:
-        run("quest", tmp_path, custom_hooks=[{"type": "quest_mmseg.WatchAttention", "clip": 1e-6}])
     assert factors
     assert all(factors)
