@@ -10,13 +10,8 @@ from models import SPLITS, graph, write_superpixels, write_zinc
 
 from quest_suites.graphgps.data import cluster_graphs, pattern_graphs, write_raw
 
-PEPTIDES = {
-    "functional": ("701eb743e899f4d793f0e13c8fa5a1b4", "peptide_multi_class_dataset", ""),
-    "structural": ("c240c1c15466b5c907c63e180fa8aa89", "peptide_structure_normalized_dataset", "_structure"),
-}
-"""Name -> the file that marks a checked download, the table, and the suffix of the splits' name."""
-CONTACTS = "f7ffb27942145a2e72f6f5f51716d3bc"
-TARGETS = [f"{kind}_{axis}" for kind in ("Inertia_mass", "Inertia_valence", "length") for axis in "abc"]
+PEPTIDES, CONTACTS = "701eb743e899f4d793f0e13c8fa5a1b4", "f7ffb27942145a2e72f6f5f51716d3bc"
+"""The files that mark a checked download."""
 
 
 def write_all(folder: Path) -> None:
@@ -28,9 +23,8 @@ def write_all(folder: Path) -> None:
         write_superpixels(folder, name)
     for name in ("VOC", "COCO"):
         write_classes_of_superpixels(folder / f"{name}Superpixels")
-    for name in PEPTIDES:
-        write_peptides(folder, name)
-    write_contacts(folder)
+    write_peptides(folder / "peptides-functional")
+    write_contacts(folder / "pcqm4m-v2-contact" / "530k")
 
 
 def write_classes_of_superpixels(root: Path) -> None:
@@ -51,33 +45,20 @@ def _splits() -> dict[str, np.ndarray]:
     return {split: np.arange(ends[i], ends[i + 1]) for i, (split, _) in enumerate(SPLITS)}
 
 
-def write_peptides(folder: Path, name: str) -> None:
-    """Chains of glycine, with random labels; targets of the structural one have mean 0 and deviation 1, as it asks."""
-    tag, table, ending = PEPTIDES[name]
-    root = folder / f"peptides-{name}"
+def write_peptides(root: Path) -> None:
+    """Chains of glycine, with random labels."""
     (root / "raw").mkdir(parents=True)
-    (root / tag).touch()
-    (root / f"splits_random_stratified_peptide{ending}.pickle").write_bytes(pickle.dumps(_splits()))
-    rows = sum(graphs for _, graphs in SPLITS)
-    draw = np.random.default_rng(0)
-    smiles = ["N" + "CC(=O)N" * (2 + i % 5) + "CC(=O)O" for i in range(rows)]
-    with gzip.open(root / "raw" / f"{table}.csv.gz", "wt") as file:
-        if name == "functional":
-            labels = draw.integers(2, size=(rows, 10))
-            file.write("smiles,labels\n")
-            file.writelines(f'{text},"{row.tolist()}"\n' for text, row in zip(smiles, labels, strict=True))
-        else:
-            targets = draw.standard_normal((rows, 11))
-            targets = (targets - targets.mean(0)) / targets.std(0, ddof=1)
-            file.write(",".join(["smiles", *TARGETS, "Spherocity", "Plane_best_fit"]) + "\n")
-            file.writelines(
-                ",".join([text, *map(repr, row.tolist())]) + "\n" for text, row in zip(smiles, targets, strict=True)
-            )
+    (root / PEPTIDES).touch()
+    (root / "splits_random_stratified_peptide.pickle").write_bytes(pickle.dumps(_splits()))
+    labels = np.random.default_rng(0).integers(2, size=(sum(graphs for _, graphs in SPLITS), 10))
+    with gzip.open(root / "raw" / "peptide_multi_class_dataset.csv.gz", "wt") as file:
+        file.write("smiles,labels\n")
+        for i, row in enumerate(labels):
+            file.write("N" + "CC(=O)N" * (2 + i % 5) + f'CC(=O)O,"{row.tolist()}"\n')
 
 
-def write_contacts(folder: Path) -> None:
+def write_contacts(root: Path) -> None:
     """PCQM-Contact: chains of carbon, in which the first atom is close to the last; GraphGPS reads every sixth row."""
-    root = folder / "pcqm4m-v2-contact" / "530k"
     (root / "raw").mkdir(parents=True)
     (root / CONTACTS).touch()
     torch.save({key: torch.from_numpy(x) for key, x in _splits().items()}, root / "530k_shuffle_split_dict.pt")
