@@ -5,7 +5,6 @@ The table is in docs/checkpoints.md. The loader of GraphGPS is tested in test_re
 
 import functools
 import logging
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -42,33 +41,19 @@ def save_by_graphgym(name, folder):
     save_ckpt(model, torch.optim.AdamW(model.parameters()), epoch=3)
 
 
-def save_by_lightning(name, folder, *callbacks):
-    run = trainer(max_epochs=1, limit_val_batches=0, callbacks=list(callbacks))
-    run.fit(gym(name), batches())
-    run.save_checkpoint(folder / "last.ckpt")
+def fit(model, folder=None, average=False):
+    run = trainer(max_epochs=1, limit_val_batches=0, callbacks=[EMAWeightAveraging()] * average)
+    run.fit(model, batches(), ckpt_path=folder and folder / "last.ckpt")
+    return run
 
 
-def save_average(name, folder):
-    save_by_lightning(name, folder, EMAWeightAveraging())
+def save_by_lightning(name, folder, average=False):
+    fit(gym(name), average=average).save_checkpoint(folder / "last.ckpt")
 
 
-def resume(model, folder):
+def load_by_graphgym(model, folder, resume):
     cfg.run_dir = str(folder)
-    assert load_ckpt(model, torch.optim.AdamW(model.parameters())) == 4
-
-
-def evaluate(model, folder):
-    cfg.run_dir = str(folder)
-    assert load_ckpt(model) == 4
-
-
-def fit(model, folder, *callbacks):
-    run = trainer(max_epochs=1, limit_val_batches=0, callbacks=list(callbacks))
-    run.fit(model, batches(), ckpt_path=folder / "last.ckpt")
-
-
-def fit_average(model, folder):
-    fit(model, folder, EMAWeightAveraging())
+    assert load_ckpt(model, torch.optim.AdamW(model.parameters()) if resume else None) == 4
 
 
 def evaluate_by_lightning(model, folder):
@@ -80,13 +65,14 @@ def load_from_checkpoint(model, folder):
     GraphGymModule.load_from_checkpoint(folder / "last.ckpt", dim_in=3, dim_out=1, cfg=cfg, weights_only=False)
 
 
-GYM: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
-    "GraphGym `load_ckpt` with an optimizer": (save_by_graphgym, resume),
-    "GraphGym `load_ckpt`": (save_by_graphgym, evaluate),
+save_average = functools.partial(save_by_lightning, average=True)
+GYM = {
+    "GraphGym `load_ckpt` with an optimizer": (save_by_graphgym, functools.partial(load_by_graphgym, resume=True)),
+    "GraphGym `load_ckpt`": (save_by_graphgym, functools.partial(load_by_graphgym, resume=False)),
     "Lightning `fit(ckpt_path=)`": (save_by_lightning, fit),
     "Lightning `test(ckpt_path=)`": (save_by_lightning, evaluate_by_lightning),
     "Lightning `load_from_checkpoint`": (save_by_lightning, load_from_checkpoint),
-    "Lightning `fit` with `EMAWeightAveraging`": (save_average, fit_average),
+    "Lightning `fit` with `EMAWeightAveraging`": (save_average, functools.partial(fit, average=True)),
     "Lightning `test` with `EMAWeightAveraging`": (save_average, evaluate_by_lightning),
 }
 """A loader in the table -> how the checkpoint was saved, and how it is loaded."""

@@ -3,7 +3,6 @@
 import logging
 import re
 import warnings
-from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +12,7 @@ from models import SMALL, ConvModel, configure
 from torch import nn
 from torch_geometric.graphgym import register
 from torch_geometric.graphgym.checkpoint import load_ckpt, save_ckpt
-from torch_geometric.graphgym.config import cfg, load_cfg, set_cfg
-from torch_geometric.graphgym.logger import set_printing
+from torch_geometric.graphgym.config import cfg, load_cfg, set_cfg, set_out_dir
 from torch_geometric.graphgym.model_builder import create_model
 from torch_geometric.nn import GPSConv, GraphMultisetTransformer, SetTransformerAggregation, TransformerConv
 
@@ -25,9 +23,6 @@ from quest_core.errors import ConfigError, InjectionError, UnsupportedError
 from quest_graphgps import GraphGPSAdapter
 from quest_graphgps.attention import GraphAttention
 from quest_graphgps.graphgym import read_request
-
-HERE = Path(__file__).parent
-
 
 # --- GPSConv --------------------------------------------------------------------------------------------------------
 
@@ -63,32 +58,34 @@ def test_gps_conv_without_attention_is_untouched():
         assert (type(attn), attn.dropout) == (nn.MultiheadAttention, 0.1)
 
 
-def test_gps_conv_says_where_options_of_the_attention_belong():
-    with pytest.raises(ConfigError, match=r"no option 'kv_heads'; write .*\{'name': 'quest', 'kv_heads': 2\}"):
-        GPSConv(16, None, heads=4, attn_kwargs={"attention": "quest", "kv_heads": 2})
-    right = GPSConv(16, None, heads=4, attn_kwargs={"attention": {"name": "quest", "kv_heads": 2}})
-    assert right.attn.kv_heads == 2
-
-
 @pytest.mark.parametrize(
-    ("attn_type", "attention", "error", "said"),
+    ("options", "error", "said"),
     [
-        ("multihead", "qest", ConfigError, "did you mean 'quest'"),
-        ("performer", "quest", UnsupportedError, "attn_type='performer' has no q.k.*; write attn_type='multihead'"),
-        ("multihead", "kdgqa(kv_heads=2)", UnsupportedError, "follow the keys of the whole batch.*dgqa"),
+        ({"attention": "qest"}, ConfigError, "did you mean 'quest'"),
         (
-            "multihead",
-            "aft-conv",
-            UnsupportedError,
-            "its keys are narrower than the host.s, and it needs ordered tokens",
+            {"attention": "quest", "kv_heads": 2},
+            ConfigError,
+            r"no option 'kv_heads'; write .*\{'name': 'quest', 'kv_heads': 2\}",
         ),
-        ("multihead", "aft-local", UnsupportedError, "needs ordered tokens"),
-        ("multihead", "elliptical", InjectionError, "compares each layer with the one before it"),
+        (
+            {"attention_from": "quest"},
+            ConfigError,
+            "attention_from='quest' is given without attention; .*attention='standard'",
+        ),
+        ({"attention": "kdgqa(kv_heads=2)"}, UnsupportedError, "follow the keys of the whole batch.*dgqa"),
+        ({"attention": "aft-conv"}, UnsupportedError, "keys are narrower than the host.s, and it needs ordered tokens"),
+        ({"attention": "aft-local"}, UnsupportedError, "needs ordered tokens"),
+        ({"attention": "elliptical"}, InjectionError, "compares each layer with the one before it"),
     ],
 )
-def test_gps_conv_refuses_by_name(attn_type, attention, error, said):
+def test_what_gps_conv_refuses(options, error, said):
     with pytest.raises(error, match=said):
-        GPSConv(16, None, heads=4, attn_type=attn_type, attn_kwargs={"attention": attention})
+        GPSConv(16, None, heads=4, attn_kwargs=options)
+
+
+def test_performers_have_nothing_to_replace():
+    with pytest.raises(UnsupportedError, match="attn_type='performer' has no q.k.*; write attn_type='multihead'"):
+        GPSConv(16, None, heads=4, attn_type="performer", attn_kwargs={"attention": "quest"})
 
 
 def test_kdgqa_needs_to_be_asked_for():
@@ -258,12 +255,6 @@ class Own(nn.Module):
         self.convs = nn.ModuleList(GPSConv(dim_in, None, heads=3) for _ in range(2))
 
 
-def test_a_network_of_ones_own_takes_gnn_attention(monkeypatch):
-    monkeypatch.setitem(register.network_dict, "own", Own)
-    model = build("model.type", "own", "gnn.attention", "quest")
-    assert [r.path for r in model.attention_report.replacements] == ["convs.0.attn", "convs.1.attn"]
-
-
 def test_load_cfg_refuses_what_a_network_of_ones_own_cannot_have(tmp_path, monkeypatch, capfd):
     """After load_cfg, PyTorch Geometric's main deletes the folder of an earlier run."""
     monkeypatch.setitem(register.network_dict, "own", Own)
@@ -285,12 +276,12 @@ def test_load_cfg_refuses_to_watch_a_network_without_attention(tmp_path, key):
 
 def test_gps_conv_takes_attention_from():
     stock = GPSConv(16, None, heads=4).state_dict()
-    conv = GPSConv(16, None, heads=4, attn_kwargs={"attention": "quest(kv_heads=2)", "attention_from": "standard"})
+    options = {"attention": {"name": "quest", "kv_heads": 2}, "attention_from": "standard"}
+    conv = GPSConv(16, None, heads=4, attn_kwargs=options)
+    assert conv.attn.kv_heads == 2
     with warnings.catch_warnings():
         warnings.simplefilter("error", quest_core.AttentionMismatchWarning)
         conv.load_state_dict(stock)
-    with pytest.raises(ConfigError, match="attention_from='quest' is given without attention; .*attention='standard'"):
-        GPSConv(16, None, heads=4, attn_kwargs={"attention_from": "quest"})
 
 
 class PoolingAttention(nn.Module):
@@ -314,119 +305,60 @@ def test_a_partial_replacement_needs_allow_partial(monkeypatch):
     assert [*model.attention_report.left_alone] == ["pool"]
 
 
-def test_the_hosts_log_has_the_report_and_the_warning(tmp_path):
-    """GraphGym's own file: set_printing gives the root logger a handler for logging.log in the run's folder."""
-    root, handlers, level = logging.getLogger(), logging.root.handlers, logging.root.level
+def test_the_hosts_log_has_the_report_and_the_warning(caplog):
+    """GraphGym logs to the root logger, where pytest listens too."""
     stock = build().state_dict()
-    configure()
-    cfg.run_dir, cfg.print = str(tmp_path), "file"
-    try:
-        set_printing()
-        cfg.merge_from_list(["gt.attention", "quest"])
-        model = create_model(dim_in=3, dim_out=2).model
-        with pytest.warns(quest_core.AttentionMismatchWarning):
-            model.load_state_dict(stock)
-    finally:
-        for handler in root.handlers:
-            handler.close()
-        root.handlers = handlers
-        root.setLevel(level)
-    report, warning = (tmp_path / "logging.log").read_text().splitlines()
+    caplog.set_level(logging.INFO)
+    model = build("gt.attention", "quest")
+    with pytest.warns(quest_core.AttentionMismatchWarning):
+        model.load_state_dict(stock)
+    report, warning = caplog.messages
     assert report == str(model.attention_report)
     assert "trained with standard attention and are loaded into attention 'quest'" in warning
 
 
-# --- training -------------------------------------------------------------------------------------------------------
-
-CONFIG = Path(str(files("quest_graphgps"))) / "configs" / "pattern.yaml"
-SHORT = ["gt.layers", "2", "train.batch_size", "4", "train.enable_ckpt", "False", "num_threads", "1"]
-SHORT += ["optim.max_epoch", "2", "optim.num_warmup_epochs", "0"]
+# --- runs -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_shipped_config_trains_with_the_command_line_and_standard_prints_stocks_losses(tmp_path):
-    python("-m", "quest_suites.graphgps.data", "PATTERN", "--graphs", "8", "4", "4", cwd=tmp_path)
-    printed = {}
-    for name, opts in (("quest", ()), ("standard", ("gt.attention", "standard")), ("stock", ("gt.attention", "None"))):
-        given = ("--cfg", str(CONFIG), *SHORT, *opts)
-        text = "".join(python("-W", "ignore", str(HERE / "graphgym_main.py"), *given, cwd=tmp_path))
-        lines = [line for line in text.splitlines() if line.startswith("train:")]
-        printed[name] = [re.sub(r"'(time|eta)\w*': [^,}]+", "", line) for line in lines]
-        assert (f"attention={name} in 2 modules" in text) == (name != "stock")
-    assert len(printed["stock"]) == 2
-    assert printed["standard"] == printed["stock"] != printed["quest"]
-
-
-PLAIN = """
-import argparse, sys
-from pathlib import Path
-import torch
-from torch_geometric.graphgym import register
-from torch_geometric.graphgym.config import cfg, dump_cfg, load_cfg, set_cfg, set_out_dir
-from torch_geometric.graphgym.model_builder import create_model
-from torch_geometric.nn import TransformerConv
-
-class Own(torch.nn.Module):
-    def __init__(self, dim_in, dim_out):
-        super().__init__()
-        self.conv = TransformerConv(dim_in, dim_out)
-        self.mix = torch.nn.MultiheadAttention(dim_out, 1)
-
-register.register_network("own", Own)
-for attention in sys.argv[1:]:
-    set_cfg(cfg)
-    load_cfg(cfg, argparse.Namespace(cfg_file="own.yaml", opts=["gnn.attention", attention]))
-    set_out_dir(cfg.out_dir, "own.yaml")
-    dump_cfg(cfg)
-    print("in 2 modules" in str(getattr(create_model(dim_in=4, dim_out=8).model, "attention_report", "")))
-"""
-
-
-@pytest.mark.slow
-def test_plain_graphgym_takes_any_network_and_names_the_run_after_its_attention(tmp_path):
-    """Without a key of GraphGPS, with PyTorch Geometric's own loading; one run does not delete another's results."""
-    (tmp_path / "own.py").write_text(PLAIN)
-    (tmp_path / "own.yaml").write_text("model: {type: own}\naccelerator: cpu\n")
-    attentions = ("None", "quest", "quest(init=2,scale=0.5)")
-    said, _ = python("-W", "ignore", "-m", "quest_graphgps", "own.py", *attentions, cwd=tmp_path)
-    assert re.findall("^(?:True|False)$", said, re.MULTILINE) == ["False", "True", "True"]
-    runs = sorted(path.parent.name for path in (tmp_path / "results").glob("*/config.yaml"))
-    assert runs == ["own", "own-quest", "own-quest-init=2.0-scale=0.5"]
-
-
-def test_graphgps_names_the_run_after_its_attention(tmp_path):
-    """Its main makes the folder's name of the config's and `name_tag`."""
-    tags, state = [], torch.get_rng_state()
+def test_a_run_is_named_after_its_attention(tmp_path):
+    """GraphGym's main names its folder after the config, and GraphGPS's also after `name_tag`."""
+    tags, folders, state = [], [], torch.get_rng_state()
     for opts in ("", "gt.attention elliptical", "gt.attention quest(kv_heads=2) name_tag mine"):
         load(tmp_path, SMALL, *opts.split())
+        set_out_dir(str(tmp_path), "own.yaml")
         tags.append(cfg.name_tag)
+        folders.append(Path(cfg.out_dir).name)
     assert tags == ["", "elliptical", "mine-quest+gqa-kv_heads=2"]
+    assert folders == ["own", "own-elliptical", "own-quest+gqa-kv_heads=2"]
     assert torch.equal(torch.get_rng_state(), state)
 
 
 OWN = """
+import argparse
 import torch
-from pytorch_lightning import LightningDataModule, Trainer
+from pytorch_lightning import Trainer
 from torch import nn
 from torch_geometric.data import Data
 from torch_geometric.graphgym import register
-from torch_geometric.graphgym.config import cfg, set_cfg
+from torch_geometric.graphgym.config import cfg, dump_cfg, load_cfg, set_cfg, set_out_dir
 from torch_geometric.graphgym.model_builder import create_model
 from torch_geometric.loader import DataLoader
-from torch_geometric.nn import GPSConv
+from torch_geometric.nn import GPSConv, TransformerConv
 
 @register.register_network("own")
 class Own(nn.Module):
     def __init__(self, dim_in, dim_out):
         super().__init__()
-        self.conv = GPSConv(dim_in, None, heads=2, norm=None)
+        self.conv = GPSConv(dim_in, TransformerConv(dim_in, dim_in), heads=2, norm=None)
         self.head = nn.Linear(dim_in, 1)
     def forward(self, batch):
         return self.head(self.conv(batch.x, batch.edge_index, batch.batch)), batch.y
 
 if __name__ == "__main__":
     set_cfg(cfg)
-    cfg.model.type, cfg.accelerator, cfg.gnn.attention = "own", "cpu", "quest"
+    load_cfg(cfg, argparse.Namespace(cfg_file="own.yaml", opts=["gnn.attention", "quest(scale=0.5)"]))
+    set_out_dir(cfg.out_dir, "own.yaml")
+    dump_cfg(cfg)
     torch.manual_seed(0)
     model = create_model(dim_in=8, dim_out=1)
     graphs = [Data(x=torch.randn(n, 8), edge_index=torch.zeros(2, 0).long(), y=torch.rand(n)) for n in range(3, 11)]
@@ -441,11 +373,17 @@ if __name__ == "__main__":
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_processes_that_lightning_starts_train_the_same_model(tmp_path):
-    """Lightning runs the script again for every further process; the script does not import the plugin."""
+    """With plain GraphGym, which has no key of GraphGPS, by a script that does not import the plugin.
+
+    Lightning runs the script again for every further process.
+    """
     (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "own.yaml").write_text("model: {type: own}\naccelerator: cpu\n")
     text = "".join(python("-W", "ignore", "-m", "quest_graphgps", "own.py", cwd=tmp_path))
     # Two processes write into one pipe, so a line may begin in the middle of another.
     ranks = dict(re.findall(r"(rank \d of 2): (\S+ -?\d+\.\d{9})", text))
     assert sorted(ranks) == ["rank 0 of 2", "rank 1 of 2"], text
     assert len(set(ranks.values())) == 1
-    assert ranks["rank 0 of 2"].startswith("quest ")
+    assert ranks["rank 0 of 2"].startswith("quest(scale=0.5) ")
+    assert "in 2 modules" in text
+    assert (tmp_path / "results" / "own-quest-scale=0.5" / "config.yaml").exists()

@@ -74,10 +74,12 @@ def epochs(folder):
 
 @pytest.mark.parametrize("attention", ["standard", "quest"])
 def test_graphgym_logs_what_attention_does(tmp_path, built, attention):
-    model = built("gt.attention", attention, "gnn.watch_attention", 2)
+    """And clips the queries after every batch."""
+    model = built("gt.attention", attention, "gnn.watch_attention", 2, "gnn.qk_clip", 1)
     run = trainer(max_epochs=3, callbacks=[LoggerCallback()], default_root_dir=tmp_path)
-    with recorded() as calls:
+    with recorded() as calls, clipped() as factors:
         run.fit(model, DataLoader([graph(n, None) for n in (5, 7)], batch_size=2))
+    assert len(factors) == 3
     layers = len(calls) // 3
     for line, step in zip(epochs(tmp_path), (0, 1, 1), strict=True):  # the third is not measured
         check(line, calls[layers * step : layers * (step + 1)], abs=1e-4)
@@ -97,14 +99,6 @@ def test_graphgps_logs_what_attention_does(tmp_path, built, stand_in):
         logger.write_epoch(epoch)
         logger.tb_writer.flush()
         check(epochs(tmp_path)[epoch], calls, abs=1e-4)
-
-
-def test_queries_are_clipped_after_every_batch(tmp_path, built):
-    model = built("gnn.qk_clip", 1)
-    run = trainer(max_epochs=1, callbacks=[LoggerCallback()], default_root_dir=tmp_path)
-    with clipped() as factors:
-        run.fit(model, DataLoader([graph(n, None) for n in (5, 7, 4)]))
-    assert len(factors) == 3
 
 
 @pytest.mark.parametrize("key", watching.KEYS)
