@@ -1,17 +1,17 @@
-"""Small clouds for tests."""
+"""Small clouds and models for tests."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch_pointcloud.models.point_transformer_v3 import PointTransformerV3Segmentation
 
 
-def clouds(*counts: int, features: int = 4, extent: int = 16) -> tuple[Tensor, Tensor, Tensor]:
-    """Clouds of these many points in different voxels: features [N, C], grid coordinates [N, 3], cloud [N]."""
-    grids, batch = [], []
-    for number, count in enumerate(counts):
-        cells = torch.randperm(extent**3)[:count]
-        grids.append(torch.stack([cells // extent**2, cells // extent % extent, cells % extent], dim=1))
-        batch.append(torch.full((count,), number))
-    return torch.randn(sum(counts), features), torch.cat(grids), torch.cat(batch)
+def clouds(*counts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Clouds of these many points in different voxels: features [N, 4], grid coordinates [N, 3], cloud [N]."""
+    cells = torch.cat([torch.randperm(16**3)[:count] for count in counts])
+    grid = torch.stack([cells // 256, cells // 16 % 16, cells % 16], dim=1)
+    return torch.randn(sum(counts), 4), grid, torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
 
 
 ENCODER = {
@@ -23,3 +23,8 @@ SEGMENTATION = {
     **ENCODER, "num_classes": 5, "decoder_depths": (1,), "decoder_channels": (16,), "decoder_num_heads": (2,),
     "decoder_patch_size": (8,),
 }  # fmt: skip
+
+
+def segmentation(seed: int = 0, **options: Any) -> PointTransformerV3Segmentation:
+    torch.manual_seed(seed)
+    return PointTransformerV3Segmentation(**SEGMENTATION | options)

@@ -36,28 +36,21 @@ class Point(dict):
         self[name] = value
 
 
-class RelativeBias(nn.Module):
-    """A learned bias for each head and difference of grid coordinates, summed over the three axes."""
-
-    def __init__(self, patch_size: int, num_heads: int) -> None:
-        super().__init__()
-        self.bound = int((4 * patch_size) ** (1 / 3) * 2)
-        self.rpe_table = nn.Parameter(0.02 * torch.randn(3 * (2 * self.bound + 1), num_heads))
+class RelativeBias(nn.Linear):
+    """A learned bias for each head, here linear in the difference of grid coordinates."""
 
     def forward(self, relative: Tensor) -> Tensor:
         """[P, K, K, 3] -> [P, H, K, K]."""
-        step = 2 * self.bound + 1
-        rows = relative.clamp(-self.bound, self.bound) + self.bound + step * torch.arange(3)
-        return self.rpe_table[rows].sum(3).permute(0, 3, 1, 2)
+        return super().forward(relative.to(self.weight.dtype) / 10).permute(0, 3, 1, 2)
 
 
 class Rotary(nn.Module):
     """Rotary positions in three dimensions: each third of a head turns with one coordinate."""
 
-    def __init__(self, head_dim: int, base: float = 100.0) -> None:
+    def __init__(self, head_dim: int) -> None:
         super().__init__()
         third = head_dim // 3
-        self.register_buffer("inv_freq", base ** (-torch.arange(0, third, 2).float() / third))
+        self.register_buffer("inv_freq", 100.0 ** (-torch.arange(0, third, 2).float() / third))
 
     def forward(self, q: Tensor, k: Tensor, coord: Tensor) -> tuple[Tensor, Tensor]:
         """[S, H, D] -> [S, H, D]."""
@@ -101,7 +94,7 @@ class SerializedAttention(nn.Module):
         self.qkv = nn.Linear(channels, 3 * channels)
         self.proj = nn.Linear(channels, channels)
         self.proj_drop = nn.Dropout(proj_drop)
-        self.rpe = RelativeBias(patch_size, num_heads) if enable_rpe else None
+        self.rpe = RelativeBias(3, num_heads) if enable_rpe else None
         if rotary:
             self.rope = Rotary(channels // num_heads)
 
@@ -150,25 +143,15 @@ class Block(nn.Module):
 
 
 class Stages(nn.Module):
-    """Two stages of two blocks. The second has half of the points and other heads, or the same if `alike`."""
+    """Two stages of two blocks, with patches of 8. The second has half of the points."""
 
-    def __init__(
-        self,
-        channels: int = 24,
-        heads: tuple[int, int] = (4, 2),
-        patch_size: int = 8,
-        alike: bool = False,
-        **options: Any,
-    ) -> None:
+    def __init__(self, channels: int = 24, heads: tuple[int, int] = (4, 2), **options: Any) -> None:
         super().__init__()
-        self.alike = alike
         self.stem = nn.Linear(4, channels)
         for stage, count in enumerate(heads):
-            made = [
-                Block(channels=channels, num_heads=count, patch_size=patch_size, order_index=i, **options)
-                for i in (0, 1)
-            ]
-            self.add_module(f"enc{stage}", nn.ModuleDict({f"block{i}": block for i, block in enumerate(made)}))
+            sizes = {"channels": channels, "num_heads": count, "patch_size": 8}
+            blocks = {f"block{i}": Block(**sizes, order_index=i, **options) for i in (0, 1)}
+            self.add_module(f"enc{stage}", nn.ModuleDict(blocks))
 
     def forward(self, x: Tensor, grid: Tensor, batch: Tensor) -> Tensor:
         feat = self.stem(x)
@@ -178,7 +161,7 @@ class Stages(nn.Module):
             for block in getattr(self, f"enc{stage}").values():
                 point = block(point)
             feat = point.feat
-            if stage == 0 and not self.alike:
+            if stage == 0:
                 feat, keep = feat[::2], keep[::2]
         return feat
 

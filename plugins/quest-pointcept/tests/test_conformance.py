@@ -26,10 +26,11 @@ class TorchPointcloud(Conformance):
     compiles = False  # and cannot be traced
 
 
-class Segmentation(TorchPointcloud, sites=5, refused=("aft-conv",)):
+class TestSegmentation(TorchPointcloud, sites=5, refused=("aft-conv",)):
     """torch-pointcloud's encoder and decoder."""
 
     attn_kind = "default"
+    attn_drop = 0.0
     widths = (16, 32)
 
     def make_model(self):
@@ -37,27 +38,21 @@ class Segmentation(TorchPointcloud, sites=5, refused=("aft-conv",)):
         drops = {"drop_path": 0.1, "attn_drop": self.attn_drop, "proj_drop": 0.1}
         return PointTransformerV3Segmentation(**SEGMENTATION | widths | drops, attn_kind=self.attn_kind)
 
-    attn_drop = 0.0
-
     def make_inputs(self):
         return clouds(45, 30, 5)
 
 
-class TestSegmentation(Segmentation):
-    pass
-
-
-class TestSegmentationDropout(Segmentation, variant=True, refused=("linear", "aft-simple")):
+class TestSegmentationDropout(TestSegmentation, variant=True, refused=("linear", "aft-simple")):
     """Dropout on the weights: the numbers must come from the host's own stream."""
 
     attn_drop = 0.2
 
 
-class TestSegmentationRelative(Segmentation, variant=True, refused=FAMILIES_WITHOUT_SCORES):
+class TestSegmentationRelative(TestSegmentation, variant=True, refused=FAMILIES_WITHOUT_SCORES):
     attn_kind = "rpe"
 
 
-class TestSegmentationRotary(Segmentation, variant=True, refused=("aft-simple", "aft-full", "aft-local")):
+class TestSegmentationRotary(TestSegmentation, variant=True, refused=("aft-simple", "aft-full", "aft-local")):
     attn_kind = "rope"
     widths = (24, 48)
 
@@ -87,8 +82,8 @@ class TestSonataEncoder(TorchPointcloud, variant=True, sites=3):
         return clouds(45, 30)
 
 
-class StandIn(Conformance, sites=4, refused=("aft-conv",)):
-    """Pointcept's attention, which is called with a Point."""
+class TestPoint(Conformance, sites=4, refused=("aft-conv",)):
+    """A stand-in for Pointcept's attention, which is called with a Point."""
 
     compiles = False  # layouts are made on the host, and Points are not tensors
     options: ClassVar[dict] = {}
@@ -100,33 +95,26 @@ class StandIn(Conformance, sites=4, refused=("aft-conv",)):
         return clouds(37, 24, 19)
 
 
-class TestPoint(StandIn):
-    pass
-
-
-class TestPointSmallCloud(StandIn, variant=True):
+class TestPointSmallCloud(TestPoint, variant=True):
     """Without flash, every patch shrinks to the smallest cloud."""
 
     def make_inputs(self):
         return clouds(37, 12, 6)
 
 
-class TestPointFlash(StandIn, variant=True):
+class TestPointFlash(TestPointSmallCloud, variant=True):
     """With it, patches keep their size, and a small cloud is a short patch."""
 
     options: ClassVar[dict] = {"enable_flash": True}
 
-    def make_inputs(self):
-        return clouds(37, 12, 6)
 
-
-class TestPointDropout(StandIn, variant=True, refused=("linear", "aft-simple")):
+class TestPointDropout(TestPoint, variant=True, refused=("linear", "aft-simple")):
     options: ClassVar[dict] = {"attn_drop": 0.2, "upcast_attention": True, "upcast_softmax": True}
 
 
-class TestPointRelative(StandIn, variant=True, refused=FAMILIES_WITHOUT_SCORES):
+class TestPointRelative(TestPoint, variant=True, refused=FAMILIES_WITHOUT_SCORES):
     options: ClassVar[dict] = {"enable_rpe": True}
 
 
-class TestPointRotary(StandIn, variant=True, refused=("aft-simple", "aft-full")):
+class TestPointRotary(TestPoint, variant=True, refused=("aft-simple", "aft-full")):
     options: ClassVar[dict] = {"rotary": True, "enable_flash": True}

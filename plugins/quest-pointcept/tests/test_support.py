@@ -3,17 +3,16 @@
 from pathlib import Path
 
 import pytest
-from clouds import SEGMENTATION, clouds
-from torch_pointcloud.models.point_transformer_v3 import PointTransformerV3Segmentation
+from clouds import clouds, segmentation
 
 import quest_pointcept  # noqa: F401
 from devtools.support import check
 
-SMALL = {**SEGMENTATION, "encoder_patch_size": (1024, 1024), "decoder_patch_size": (1024,)}
+PATCHES = {"encoder_patch_size": (1024, 1024), "decoder_patch_size": (1024,)}
 
 
 def loss(attention):
-    return PointTransformerV3Segmentation(**SMALL, attention=attention)(*clouds(60, 45)).pow(2).mean()
+    return segmentation(**PATCHES, attention=attention)(*clouds(60, 45)).pow(2).mean()
 
 
 @pytest.mark.slow
