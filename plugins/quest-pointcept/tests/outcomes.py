@@ -1,24 +1,14 @@
 """Compare a loader with its row of docs/checkpoints.md."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import torch
-from torch import Tensor, nn
 
 from devtools import matrix
 
 
-def check(
-    host: str,
-    name: str,
-    loaders: dict[str, Callable[[Path, str | None], nn.Module]],
-    build: Callable[[str | None], nn.Module],
-    folder: Path,
-) -> None:
+def check(host, name, loaders, build, folder):
     """Load checkpoints of models that `build` makes by `loaders[name]`, which returns the loaded model."""
 
-    def load(checkpoint: str, model: str) -> tuple[Tensor, Tensor]:
+    def load(checkpoint, model):
         torch.manual_seed(0)
         state = dict(build(None if checkpoint == "stock" else checkpoint).state_dict())
         torch.save({"epoch": 1, "state_dict": state}, folder / "model.pth")

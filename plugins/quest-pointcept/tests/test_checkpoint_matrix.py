@@ -113,16 +113,6 @@ def test_stock_weights_start_a_stock_model_of_another_shape(tmp_path):
     state_dict.load_state_dict(model=wider, state_dict=stock.state_dict(), source="by name", strict=True)
 
 
-def test_a_safetensors_file_keeps_the_attention(tmp_path):
-    from safetensors.torch import save_file
-
-    path = tmp_path / "model.safetensors"
-    save_file(build("quest").state_dict(), path)
-    build("quest", checkpoint_path=path)
-    with pytest.raises(quest_core.CheckpointError, match="trained with attention 'quest'"):
-        build("sigmoid", checkpoint_path=path)
-
-
 def test_the_key_survives_a_mapping_of_keys(tmp_path):
     """transform_state_dict keeps what no pattern names; a pattern can rename the key like any other."""
     trained = {f"module.backbone.{key}": value for key, value in build("quest").state_dict().items()}
