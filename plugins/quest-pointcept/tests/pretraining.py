@@ -105,10 +105,10 @@ hooks = [dict(type=name) for name in ("CheckpointLoader", "ModelHook", "Informat
 """For each pretraining, one of Pointcept's own configurations and what shrinks it."""
 
 
-def config(root: Path, model: str, attention: str | None, data: Path, plugin: str) -> str:
-    """The text of a native configuration for one of CONFIGS."""
+def config(root: Path, model: str, attention: str, data: Path, plugin: str) -> str:
+    """The text of a native configuration for one of CONFIGS; `attention` is the text of the key, or empty."""
     base, text = CONFIGS[model]
-    backbone = BACKBONE.format(attention="" if attention is None else f", attention={attention!r}")
+    backbone = BACKBONE.format(attention=attention)
     shrunk = text.format(backbone=backbone, heads=HEADS, data=str(data / "rooms"))
     return "\n".join([f"_base_ = [{str(root / 'configs' / base)!r}]", plugin, shrunk, COMMON])
 

@@ -2,7 +2,7 @@
 
 PT-v3m1, m2 and m3 segment scenes in nuScenes' layout (of `quest_suites.pointcept.scenes`) from Pointcept's nuScenes
 configuration as `_base_`, made small below; Sonata, Concerto and PPT are in `pretraining.py`. On a machine without CUDA
-the trainer runs with `cpu/` on its path.
+the trainer needs `cpu/` on PYTHONPATH, which conftest.py sets.
 """
 
 import json
@@ -20,7 +20,6 @@ import torch
 
 from quest_suites.pointcept.scenes import scan, seeds
 
-CPU = Path(__file__).parent / "cpu"
 MODELS = ("PT-v3m1", "PT-v3m2", "PT-v3m3")
 PRETRAINING = tuple(pretraining.CONFIGS)
 RAW_LABELS = (9, 14, 15, 17, 18, 21, 2, 12, 22, 23, 24, 25, 26, 27, 28, 30)
@@ -67,21 +66,15 @@ def config(root: Path, model: str, attention: str | None, data: Path, folder: Pa
     """A native configuration; `attention` is None for stock Pointcept."""
     path = folder / "config.py"
     folder.mkdir(parents=True, exist_ok=True)
-    plugin = "" if attention is None else PLUGIN
+    plugin, asked = ("", "") if attention is None else (PLUGIN, f", attention={attention!r}")
     if model in PRETRAINING:
-        path.write_text(pretraining.config(root, model, attention, data, plugin))
-        return path
-    path.write_text(
-        SMALL.format(
-            base=str(root / "configs/nuscenes/semseg-pt-v3m1-0-base.py"),
-            plugin=plugin,
-            model=model,
-            delete="" if model == "PT-v3m1" else "_delete_=True, ",
-            attention="" if attention is None else f", attention={attention!r}",
-            data=str(data),
-        )
-        + (WATCHED if plugin else "")
-    )
+        text = pretraining.config(root, model, asked, data, plugin)
+    else:
+        base = str(root / "configs/nuscenes/semseg-pt-v3m1-0-base.py")
+        delete = "" if model == "PT-v3m1" else "_delete_=True, "
+        text = SMALL.format(base=base, plugin=plugin, model=model, delete=delete, attention=asked, data=str(data))
+        text += WATCHED if plugin else ""
+    path.write_text(text)
     return path
 
 
@@ -151,9 +144,8 @@ def train(root: Path, *configs: Path, gpus: int = 1, options: tuple[str, ...] = 
         gpus: processes, each on a GPU of its own.
         options: further ``key=value`` for the trainer's --options.
     """
-    cuda = torch.cuda.is_available()
-    paths = [str(root), *([] if cuda else [str(CPU)]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     commands = []
     for config in configs:
         arguments = ["--config-file", str(config), "--num-gpus", str(gpus), "--options"]
@@ -161,7 +153,7 @@ def train(root: Path, *configs: Path, gpus: int = 1, options: tuple[str, ...] = 
         log = config.with_suffix(".log")
         log.unlink(missing_ok=True)
         commands.append(([str(root / "tools/train.py"), *arguments], str(log)))
-    starter = [sys.executable, "-c", STARTER, json.dumps([commands, not cuda])]
+    starter = [sys.executable, "-c", STARTER, json.dumps([commands, not torch.cuda.is_available()])]
     subprocess.run(starter, cwd=configs[0].parent, env=environment, check=True)
     return [_read(Path(log).read_text().splitlines()) for _, log in commands]
 

@@ -40,12 +40,3 @@ if not torch.cuda.is_available():
 
         torch.distributed.init_process_group = init_process_group
         torch.nn.parallel.DistributedDataParallel.__init__ = distributed
-    try:
-        import torchvision  # noqa: F401
-    except ImportError:
-        pass
-    except RuntimeError:  # a CUDA build, whose operators do not load here; Pointcept calls none of them
-        sys.modules.pop("torchvision", None)
-        _library = torch.library.Library("torchvision", "DEF")  # declarations last as long as the object
-        for operator in ("nms", "qnms"):
-            _library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
