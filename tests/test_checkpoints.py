@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from models import encoder
+from models import encoder, same_state
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -15,6 +15,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import quest_core
 from quest_core import AttentionMismatchWarning, CheckpointError
 from quest_core.checkpoints import ENTRY, compare_before_loading, decode, encode, set_attention_from
+
+pytestmark = pytest.mark.filterwarnings("error::quest_core.AttentionMismatchWarning")  # unless a test expects it
 
 SPECS = ("standard", "quest", "quest+gqa(kv_heads=2)", "quest+sigmoid(bias=-1.5)", "dgqa(kv_heads=2)", "cosine")
 FLOATS = sorted(
@@ -65,16 +67,6 @@ LOADERS = {  # of a state dict into a model
 }
 
 
-def snapshot(target):
-    return {name: x.clone() for name, x in target.state_dict().items()}
-
-
-def assert_unchanged(target, before):
-    after = target.state_dict()
-    assert list(after) == list(before)
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
-
-
 # --- the entry ------------------------------------------------------------------------------------------------------
 
 
@@ -123,11 +115,10 @@ def test_a_mechanism_that_keeps_no_entry_reads_that_of_another():
 @pytest.mark.parametrize("change", [float("nan"), float("inf"), 0.0, 1.5, 0.5])
 def test_a_changed_entry_is_an_error(change):
     made = model("quest")
-    before = snapshot(made)
     state = {name: x * change if name.endswith(ENTRY) else x + 1 for name, x in made.state_dict().items()}
-    with pytest.raises(CheckpointError, match=f"'{ENTRY}' .* ones and twos.*was changed; copy this entry"):
+    said = f"'{ENTRY}' .* ones and twos.*was changed; copy this entry"
+    with same_state(made), pytest.raises(CheckpointError, match=said):
         made.load_state_dict(state)
-    assert_unchanged(made, before)
 
 
 # --- what loads -----------------------------------------------------------------------------------------------------
@@ -140,7 +131,6 @@ def test_what_a_checkpoint_is_loaded_into_decides(trained, loader):
     state = through_a_file(model(trained).state_dict())
     for built in SPECS:
         target = model(built)
-        before = snapshot(target)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", AttentionMismatchWarning)
             if trained in (None, "standard", built):
@@ -150,61 +140,49 @@ def test_what_a_checkpoint_is_loaded_into_decides(trained, loader):
                     torch.equal(after[n], x) for n, x in state.items() if n in after and x.shape == after[n].shape
                 )
             else:
-                with pytest.raises(CheckpointError) as error:
+                with same_state(target), pytest.raises(CheckpointError) as error:
                     LOADERS[loader](target, state)
                 for part in (f"attention '{trained}'", f"has '{built}'", f"attention_from='{trained}'"):
                     assert part in str(error.value)
-                assert_unchanged(target, before)
         warned = [w for w in caught if issubclass(w.category, AttentionMismatchWarning)]
         assert len(warned) == (trained in (None, "standard") and built != "standard")
 
 
-class Built(nn.Module):
+def built(attention):
     """A model that was built with quest_core's layers."""
-
-    def __init__(self, attention):
-        super().__init__()
-        self.embedding = nn.Embedding(4, 8)
-        self.layers = nn.ModuleList(quest_core.Attention(8, 2, attention) for _ in range(2))
+    layers = nn.ModuleList(quest_core.Attention(8, 2, attention) for _ in range(2))
+    return nn.ModuleDict({"embedding": nn.Embedding(4, 8), "layers": layers})
 
 
 @pytest.mark.parametrize("kind", [quest_core.Attention, quest_core.MultiheadAttention])
 def test_a_layer_compares_before_it_copies(kind):
     made, other = kind(8, 2, attention="quest"), kind(8, 2, attention="sigmoid")
-    before = snapshot(made)
-    with pytest.raises(CheckpointError):
+    with same_state(made), pytest.raises(CheckpointError):
         made.load_state_dict(other.state_dict())
-    assert_unchanged(made, before)
 
 
 def test_a_built_model_compares_all_layers_first_if_asked():
-    made = Built("quest")
+    made = built("quest")
     compare_before_loading(made)
     compare_before_loading(made)
     for one in (made, copy.deepcopy(made)):
-        before = snapshot(one)
-        with pytest.raises(CheckpointError):
-            one.load_state_dict(Built("sigmoid").state_dict())
-        assert_unchanged(one, before)
+        with same_state(one), pytest.raises(CheckpointError):
+            one.load_state_dict(built("sigmoid").state_dict())
 
 
 def test_one_layer_of_another_attention_leaves_all_as_they_were():
     made, state = model("quest", 3), model("quest", 3).state_dict()
     key = f"layers.2.self_attn.mechanism.{ENTRY}"
-    before = snapshot(made)
-    with pytest.raises(CheckpointError, match="'layers.2.self_attn.mechanism'"):
+    with same_state(made), pytest.raises(CheckpointError, match="'layers.2.self_attn.mechanism'"):
         made.load_state_dict({**state, key: model("sigmoid", 3).state_dict()[key]})
-    assert_unchanged(made, before)
 
 
 @pytest.mark.parametrize("kept", ["layers.0.norm1.", "layers.0.self_attn.out_proj.lora_A.default."])
 def test_a_file_without_the_weights_of_a_layer_does_not_name_its_attention(kept):
     state = {f"{kept}weight": torch.ones(8)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AttentionMismatchWarning)
-        model("quest").load_state_dict(state, strict=False)
-        accepting = quest_core.inject(model(None), "sigmoid", attention_from="quest")[0]
-        accepting.load_state_dict(state, strict=False)
+    model("quest").load_state_dict(state, strict=False)
+    accepting = quest_core.inject(model(None), "sigmoid", attention_from="quest")[0]
+    accepting.load_state_dict(state, strict=False)
     stock = {name: x for name, x in model(None).state_dict().items() if not name.endswith("bias")}
     with pytest.warns(AttentionMismatchWarning):
         model("quest").load_state_dict(stock, strict=False)
@@ -213,11 +191,9 @@ def test_a_file_without_the_weights_of_a_layer_does_not_name_its_attention(kept)
 def test_each_file_of_several_names_the_attention_of_its_own_layers():
     """As accelerate's load_checkpoint_in_model loads them: PyTorch fills in the model's own tensors."""
     state, target = model("quest").state_dict(), model("quest")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AttentionMismatchWarning)
-        for layer in ("layers.0.", "layers.1."):
-            file = {name: x for name, x in state.items() if name.startswith(layer)}
-            LOADERS["set_model_state_dict(full_state_dict)"](target, file)
+    for layer in ("layers.0.", "layers.1."):
+        file = {name: x for name, x in state.items() if name.startswith(layer)}
+        LOADERS["set_model_state_dict(full_state_dict)"](target, file)
     torch.testing.assert_close(target.state_dict(), state)
 
 
@@ -228,39 +204,29 @@ def test_a_new_layer_starts_fresh(attention_from):
     if attention_from is not None:
         set_attention_from(large, attention_from)
     fresh = large.layers[1].self_attn.in_proj_weight.clone()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AttentionMismatchWarning)
-        missing = large.load_state_dict(small.state_dict(), strict=False).missing_keys
+    missing = large.load_state_dict(small.state_dict(), strict=False).missing_keys
     assert torch.equal(large.layers[1].self_attn.in_proj_weight, fresh)
     assert torch.equal(large.layers[0].self_attn.in_proj_weight, small.layers[0].self_attn.in_proj_weight)
     assert "layers.1.self_attn.in_proj_weight" in missing
 
 
-class Call(nn.Module):
-    """A module that only calls attention; its parent has the projections."""
+def around(count):
+    """Layers with projections around a module that only calls attention."""
 
-    def __init__(self, attention):
-        super().__init__()
-        self.mechanism = quest_core.Mechanism(attention, num_heads=2, head_dim=4)
+    def layer():
+        call = nn.ModuleDict({"mechanism": quest_core.Mechanism("quest", num_heads=2, head_dim=4)})
+        return nn.ModuleDict({"qkv": nn.Linear(8, 24), "call": call})
 
-
-class Around(nn.Module):
-    def __init__(self, layers):
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({"qkv": nn.Linear(8, 24), "call": Call("quest")}) for _ in range(layers)
-        )
-        self.head = nn.Linear(8, 2)
-        compare_before_loading(self)
+    made = nn.ModuleDict({"layers": nn.ModuleList(layer() for _ in range(count)), "head": nn.Linear(8, 2)})
+    compare_before_loading(made)
+    return made
 
 
 def test_a_new_layer_around_a_module_without_weights_starts_fresh():
-    large = Around(2)
+    large = around(2)
     set_attention_from(large, "quest")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AttentionMismatchWarning)
-        large.load_state_dict(Around(1).state_dict(), strict=False)
-    stock = {name: x for name, x in Around(2).state_dict().items() if not name.endswith(ENTRY)}
+    large.load_state_dict(around(1).state_dict(), strict=False)
+    stock = {name: x for name, x in around(2).state_dict().items() if not name.endswith(ENTRY)}
     with pytest.raises(CheckpointError, match="trained with attention 'standard'"):
         large.load_state_dict(stock, strict=False)
 
@@ -277,10 +243,8 @@ def test_a_host_that_hides_warnings_of_users_shows_this_one():
 def test_attention_from_names_what_is_loaded():
     target = model("quest+sigmoid")
     set_attention_from(target, "quest")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AttentionMismatchWarning)
-        target.load_state_dict(model("quest").state_dict())
-        target.load_state_dict(model("quest+sigmoid").state_dict())
+    target.load_state_dict(model("quest").state_dict())
+    target.load_state_dict(model("quest+sigmoid").state_dict())
     for other in ("standard", "qnorm"):
         with pytest.raises(CheckpointError, match=f"trained with attention '{other}'.*is 'quest'"):
             target.load_state_dict(model(other).state_dict())
@@ -295,7 +259,7 @@ def test_what_only_one_attention_learns_is_no_missing_or_unexpected_key(trained,
         for name, parameter in layer.self_attn.named_parameters():
             if "log_scale" in name:
                 parameter.data.add_(1)
-    before = snapshot(target)
+    before = copy.deepcopy(target.state_dict())
     target.load_state_dict(source.state_dict(), strict=True)
     for name, x in target.state_dict().items():
         if ".mechanism." in name:

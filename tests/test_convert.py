@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from models import Around, encoder
+from models import Around, Host, encoder, unchanged
 from torch import nn
 
 import quest_core
@@ -114,32 +114,20 @@ def test_a_grouping_that_changes_nothing_is_allowed():
 
 
 def test_batches_are_run_as_the_example_of_inject():
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.encoder = model()
-
-        def forward(self, x, *, scale=1.0):
-            return self.encoder(x * scale)
-
-    stock, x = Named(), torch.randn(2, 5, E)
+    stock = Host(lambda m, x, *, scale=1.0: m.encoder(x * scale), encoder=model())
+    x = torch.randn(2, 5, E)
     batches = [{"x": x, "scale": 2.0}, (2 * x,), 2 * x, lambda module: module(x, scale=2.0)]
     reports = [quest_core.calibrate(copy.deepcopy(stock), [batch])[1] for batch in batches]
     assert all(report == reports[0] for report in reports)
 
 
 def test_batches_are_run_as_told_and_outputs_may_be_nested():
-    class Nested(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.encoder = model()
+    def nested(m, x, *, twice):
+        y = m.encoder(x)
+        return {"hidden": [y, (y * 2 if twice else y,)], "length": x.shape[1], "ids": torch.arange(3)}
 
-        def forward(self, x, *, twice):
-            y = self.encoder(x)
-            return {"hidden": [y, (y * 2 if twice else y,)], "length": x.shape[1], "ids": torch.arange(3)}
-
-    batches = [{"x": torch.randn(2, 5, E), "label": 3}]
-    _, report = quest_core.calibrate(Nested(), batches, forward=lambda m, batch: m(batch["x"], twice=True))
+    stock, batches = Host(nested, encoder=model()), [{"x": torch.randn(2, 5, E), "label": 3}]
+    _, report = quest_core.calibrate(stock, batches, forward=lambda m, batch: m(batch["x"], twice=True))
     assert [layer.path for layer in report.layers] == ["encoder.layers.0.self_attn", "encoder.layers.1.self_attn"]
     assert 0 < report.calibrated != report.uncalibrated > 0
 
@@ -153,13 +141,8 @@ class Deaf(TorchAdapter):
         super().scale_queries(nn.Linear(2, 2), factor)
 
 
-class Unused(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.used, self.unused = model(1), model(1)
-
-    def forward(self, x):
-        return self.used(x)
+def with_an_unused_layer():
+    return Host(lambda m, x: m.used(x), used=model(1), unused=model(1))
 
 
 def shared():
@@ -191,7 +174,7 @@ FAILURES = {  # a model, options of calibrate, and its error
     "no batches": (model, {"batches": []}, InputError, "no batches"),
     "one batch": (model, {"batches": {"src": X[0]}}, InputError, r"found one dict; write \[batch\]"),
     "no tensors": (model, {"forward": lambda m, batch: m(batch).sum().item()}, InputError, "forward="),
-    "an unused layer": (Unused, {}, InputError, "'unused.layers.0.self_attn' saw no key"),
+    "an unused layer": (with_an_unused_layer, {}, InputError, "'unused.layers.0.self_attn' saw no key"),
     "nan": (model, {"batches": [X[0] + math.nan]}, InputError, "none with a finite norm"),
     "shared weights": (shared, {}, UnsupportedError, "'layers.0.self_attn' and 'layers.1.self_attn' share"),
     "an adapter that cannot": (
@@ -207,27 +190,17 @@ FAILURES = {  # a model, options of calibrate, and its error
 @pytest.mark.parametrize(("make", "options", "kind", "text"), FAILURES.values(), ids=FAILURES)
 def test_an_error_leaves_the_model_untouched(make, options, kind, text):
     made = make()
-    before, classes = copy.deepcopy(made.state_dict()), [type(m) for m in made.modules()]
-    with pytest.raises(kind, match=text):
+    with unchanged(made), pytest.raises(kind, match=text):
         quest_core.calibrate(made, options.pop("batches", X), **options)
-    assert [type(m) for m in made.modules()] == classes
-    torch.testing.assert_close(made.state_dict(), before, rtol=0, atol=0)
 
 
-class WrittenOut(nn.Module):
-    """Attention of one head that forms its weights."""
-
-    def __init__(self, width, heads):
-        super().__init__()
-        self.qkv = nn.Linear(width, 3 * width)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).chunk(3, -1)
-        return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+def written_out(q, k, v):
+    return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
 
 
-@pytest.mark.parametrize("kind", [Around, WrittenOut])
-def test_a_site_that_an_example_found_is_refused(kind):
-    ours, _ = quest_core.inject(nn.Sequential(kind(width=E, heads=H)), "standard", example=torch.randn(2, 5, E))
+@pytest.mark.parametrize("attend", [nn.functional.scaled_dot_product_attention, written_out])
+def test_a_site_that_an_example_found_is_refused(attend):
+    stock = nn.Sequential(Around(attend, width=E, heads=H))
+    ours, _ = quest_core.inject(stock, "standard", example=torch.randn(2, 5, E))
     with pytest.raises(UnsupportedError, match=r"'0': it was found by an example, which does not show"):
         quest_core.calibrate(ours, [torch.randn(2, 5, E)])

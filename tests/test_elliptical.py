@@ -222,15 +222,15 @@ def test_values_of_a_pass_that_ended_early_are_not_taken():
         layers[2](x)
 
 
-@pytest.mark.parametrize("kind", ["inject", "chain"])
-def test_a_layer_of_two_places_is_refused(kind):
-    if kind == "chain":
-        one, other = (quest_core.Attention(16, 2, "elliptical") for _ in range(2))
-        model = nn.ModuleList([one, other, one, other])
-    else:
-        one, other = (nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2))
-        model = nn.ModuleList([one, other, one, other])
-    with pytest.raises(quest_core.UnsupportedError, match=r"'0.*' and '2.*' are one layer, which would have"):
-        quest_core.chain(model) if kind == "chain" else quest_core.inject(model, "elliptical")
-    if kind == "inject":
-        assert all(type(layer.self_attn) is nn.MultiheadAttention for layer in model)
+@pytest.mark.parametrize(
+    ("layer", "connect"),
+    [
+        (lambda: quest_core.Attention(16, 2, "elliptical"), quest_core.chain),
+        (lambda: nn.TransformerEncoderLayer(16, 2), lambda model: quest_core.inject(model, "elliptical")),
+    ],
+)
+def test_a_layer_of_two_places_is_refused(layer, connect):
+    model = nn.ModuleList([layer(), layer()] * 2)
+    said = r"'0.*' and '2.*' are one layer, which would have"
+    with models.unchanged(model), pytest.raises(quest_core.UnsupportedError, match=said):
+        connect(model)

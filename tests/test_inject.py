@@ -102,7 +102,8 @@ def test_an_attention_without_parameters_follows_the_module_around_it(frozen):
 
 
 def test_a_model_without_attention_is_an_error():
-    with pytest.raises(InjectionError, match=r"Sequential has no attention .* look like attention: OddAttention"):
+    said = r"Sequential has no attention that an adapter .* look like attention: OddAttention; say .*example=batch"
+    with pytest.raises(InjectionError, match=said):
         quest_core.inject(nn.Sequential(nn.Linear(2, 2), OddAttention()), "quest")
 
 
@@ -149,32 +150,12 @@ def test_the_report_says_where_unit_keys_change_little_or_heads_are_narrow(width
 
 
 def test_the_report_names_the_norm_of_keys_that_a_run_showed():
-    class Normed(nn.Module):
-        def forward(self, x):
-            q = x.unflatten(-1, (4, 4)).transpose(1, 2)
-            return nn.functional.scaled_dot_product_attention(q, nn.functional.rms_norm(q, (4,)), q)
+    def normed(_, x):
+        q = x.unflatten(-1, (4, 4)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(q, nn.functional.rms_norm(q, (4,)), q)
 
-    report = quest_core.inject(nn.Sequential(Normed()), "quest", example=torch.randn(2, 5, 16))[1]
+    report = quest_core.inject(models.Host(normed), "quest", example=torch.randn(2, 5, 16))[1]
     assert "the host's keys have norm 2 already" in str(report)
-
-
-def snapshot(model):
-    """Everything that a model is made of, by identity; tensors by value too."""
-    modules = [
-        (
-            id(m),
-            type(m),
-            {k: id(v) for k, v in vars(m).items()},
-            {k: {n: id(x) for n, x in v.items()} for k, v in vars(m).items() if isinstance(v, dict)},
-        )
-        for m in model.modules()
-    ]
-    return modules, copy.deepcopy(model.state_dict())
-
-
-def assert_same(one, other):
-    assert one[0] == other[0]
-    torch.testing.assert_close(one[1], other[1], rtol=0, atol=0)
 
 
 class Failing(TorchAdapter):
@@ -202,10 +183,9 @@ class Failing(TorchAdapter):
 @pytest.mark.parametrize("attention", ["quest(init=5)", "qknorm-hs+gqa(kv_heads=2)"])
 def test_an_adapter_that_fails_leaves_the_model_as_it_was(at, attention):
     model = encoder()
-    before, state = snapshot(model), torch.get_rng_state()
-    with pytest.raises(RuntimeError, match="failed"):
+    state = torch.get_rng_state()
+    with models.unchanged(model), pytest.raises(RuntimeError, match="failed"):
         quest_core.inject(model, attention, adapter=Failing(at), fresh=True)
-    assert_same(snapshot(model), before)
     assert torch.equal(torch.get_rng_state(), state)
     assert quest_core.inject(model, attention, fresh=True)[0] is model
 
@@ -213,16 +193,13 @@ def test_an_adapter_that_fails_leaves_the_model_as_it_was(at, attention):
 def test_an_error_leaves_the_model_as_it_was():
     model = encoder()
     model.layers[1].self_attn = nn.MultiheadAttention(8, 2, batch_first=True)  # 4 heads fit kv_heads=4, 2 do not
-    before = snapshot(model)
-    with pytest.raises(quest_core.ConfigError, match="kv_heads is 4, which does not divide the 2 heads"):
+    said = "kv_heads is 4, which does not divide the 2 heads"
+    with models.unchanged(model), pytest.raises(quest_core.ConfigError, match=said):
         quest_core.inject(model, "quest+gqa(kv_heads=4)")
-    assert_same(snapshot(model), before)
     with torch.no_grad():
         model.layers[1].self_attn.in_proj_weight.zero_()  # heads without a norm cannot be scaled
-    before = snapshot(model)
-    with pytest.raises(UnsupportedError, match="are zeros"):
+    with models.unchanged(model), pytest.raises(UnsupportedError, match="are zeros"):
         quest_core.inject(model, "quest(init=5)", fresh=True)
-    assert_same(snapshot(model), before)
 
 
 @pytest.mark.parametrize("attention", ["quest", "qknorm-hs", "quest(init=5)", "elliptical"])
@@ -246,10 +223,9 @@ def test_uninject_restores_the_host(attention):
 def test_uninject_refuses_smaller_projections_before_anything_changes():
     model = nn.ModuleList([nn.MultiheadAttention(8, 4), nn.MultiheadAttention(8, 4, kdim=6, vdim=6)])
     quest_core.inject(model, "quest+gqa(kv_heads=2)")
-    before = snapshot(model)
-    with pytest.raises(InjectionError, match=r"projections of '0' were made smaller.*build the model again"):
+    said = r"projections of '0' were made smaller.*build the model again"
+    with models.unchanged(model), pytest.raises(InjectionError, match=said):
         quest_core.uninject(model)
-    assert_same(snapshot(model), before)
 
 
 def test_inject_and_uninject_refuse_a_model_that_a_monitor_watches():
@@ -267,13 +243,11 @@ def test_inject_and_uninject_refuse_a_model_that_a_monitor_watches():
 
 
 def test_uninject_refuses_weights_that_were_parametrized_since():
-    model, x = encoder().eval(), torch.randn(2, 5, 8)
-    quest_core.inject(model, "quest")
+    model, _ = quest_core.inject(encoder(), "quest")
     nn.utils.parametrizations.weight_norm(model.layers[0].self_attn, "in_proj_weight")
-    before = model(x)
-    with pytest.raises(InjectionError, match="parametrized .* after inject; undo that first"):
+    said = "parametrized .* after inject; undo that first"
+    with models.unchanged(model), pytest.raises(InjectionError, match=said):
         quest_core.uninject(model)
-    torch.testing.assert_close(model(x), before)
     nn.utils.parametrize.remove_parametrizations(model.layers[0].self_attn, "in_proj_weight")
     assert type(quest_core.uninject(model).layers[0].self_attn) is nn.MultiheadAttention
 
@@ -305,15 +279,11 @@ def test_a_host_that_cannot_honor_a_mechanism_refuses_it_by_name():
 
 
 def test_a_module_with_two_names_is_replaced_under_both():
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one = self.two = nn.MultiheadAttention(8, 2)
-
-    model, report = quest_core.inject(Shared(), "quest")
+    one = nn.MultiheadAttention(8, 2)
+    model, report = quest_core.inject(nn.ModuleDict({"one": one, "two": one}), "quest")
     assert len(report.replacements) == 1
-    assert model.one is model.two
-    assert isinstance(model.two, MultiheadAttention)
+    assert model["one"] is model["two"]
+    assert isinstance(one, MultiheadAttention)
 
 
 KEEPING = {
@@ -488,13 +458,10 @@ def test_layers_that_compare_themselves_are_a_whole_stack(other):
 def test_a_model_with_quest_in_some_layers_takes_no_file_with_more():
     whole = quest_core.inject(encoder(), "quest")[0].state_dict()
     some, _ = quest_core.inject(encoder(), lambda site: "quest" if "0" in site.path else None)
-    before = copy.deepcopy(some.state_dict())
-    with pytest.raises(
-        quest_core.CheckpointError, match="'layers.1.self_attn.mechanism.* trained with attention 'quest'"
-    ):
+    said = "'layers.1.self_attn.mechanism.* trained with attention 'quest'"
+    with models.same_state(some), pytest.raises(quest_core.CheckpointError, match=said):
         some.load_state_dict(whole, strict=False)
-    torch.testing.assert_close(some.state_dict(), before, rtol=0, atol=0)
-    some.load_state_dict(before)
+    some.load_state_dict(some.state_dict())
 
 
 # --- what a host's configuration asks for -----------------------------------------------------------------------------
@@ -591,6 +558,5 @@ def test_a_ratio_shares_keys_alike_in_stages_of_any_number_of_heads():
 )
 def test_heads_that_do_not_fit_are_an_error_that_says_which_do(attention, said):
     model = Stages()
-    with pytest.raises(quest_core.ConfigError, match=said):
+    with models.unchanged(model), pytest.raises(quest_core.ConfigError, match=said):
         quest_core.inject(model, attention)
-    assert {type(layer) for layer in model.layers} == {nn.MultiheadAttention}

@@ -1,14 +1,14 @@
 """quest_core.attention_maps: the weights that the outputs were made of."""
 
 import atexit
-import copy
+import contextlib
 import json
 import math
 import sys
 
 import pytest
 import torch
-from models import Around
+from models import Around, unchanged
 from torch import nn
 
 import quest_core
@@ -73,9 +73,8 @@ def test_training_and_its_random_numbers_go_on_as_before():
 def test_buffers_stay_and_autocast_does_not_round_the_weights():
     model = nn.Sequential(nn.BatchNorm1d(6), Model("quest")).train()
     x = 3 * torch.randn(2, 6, 16)
-    before = copy.deepcopy(model.state_dict())
-    wanted = quest_core.attention_maps(model, x)["1.attn"]
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    with unchanged(model):
+        wanted = quest_core.attention_maps(model, x)["1.attn"]
     with torch.autocast("cpu", torch.bfloat16):
         found = quest_core.attention_maps(model, x)["1.attn"].float()
     torch.testing.assert_close(found.sum(-1), torch.ones(2, 4, 6), rtol=0, atol=0.01)
@@ -167,12 +166,9 @@ def test_the_models_of_a_script_are_drawn_and_compute_what_they_did(tmp_path, mo
         main(["maps", "--out", str(tmp_path), "--", "python", "predict.py"])
     given = json.loads(asked[script.LOOK])
     assert given.pop("command") == "maps"
-    maps = script.Maps(**given)
-    try:
+    with contextlib.closing(script.Maps(**given)):
         images, cache = torch.randn(2, 16, 4, 4), []
         outputs = [Cached().eval()(images, cache=cache), Cached().eval()(images, cache=[]), nn.Linear(4, 1)(images)]
-    finally:
-        maps.close()
     assert len(cache) == 1
     torch.testing.assert_close(outputs[0], outputs[1])
     names = [f"Cached{number}-{what}.png" for number in ("-2", "") for what in ("heads", "keys")]
@@ -183,12 +179,10 @@ def test_the_models_of_a_script_are_drawn_and_compute_what_they_did(tmp_path, mo
 @pytest.mark.parametrize("call", [2, 3])
 def test_a_call_that_never_came_is_told(tmp_path, capsys, call):
     pytest.importorskip("matplotlib")
-    maps, model = script.Maps(str(tmp_path), call, None, None), layer().eval()
-    try:
+    with contextlib.closing(script.Maps(str(tmp_path), call, None, None)) as maps:
+        model = layer().eval()
         for _ in range(2):
             model(*torch.randn(3, 1, 4, 16), need_weights=False)
-    finally:
-        maps.close()
-        atexit.unregister(maps.say_nothing_drawn)
+    atexit.unregister(maps.say_nothing_drawn)
     maps.say_nothing_drawn()
     assert capsys.readouterr().err.startswith("quest maps: drew" if call == 2 else "quest maps: nothing was drawn; no")

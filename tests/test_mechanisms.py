@@ -7,8 +7,9 @@ from types import MappingProxyType
 
 import pytest
 import torch
+from models import Host
 from test_normalizers import tensors
-from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import quest_core
 from quest_core.errors import UnsupportedError
@@ -77,15 +78,9 @@ def test_a_head_scale_at_its_cap_has_a_gradient_and_one_above_has_none(cap, dtyp
         assert grad.item() == pytest.approx(slope, rel=0.02)  # bfloat16 rounds the logarithm
 
 
-class _Calls(torch.nn.Module):
-    """A model that calls the function, as users write it."""
-
-    def __init__(self, spec):
-        super().__init__()
-        self.spec = spec
-
-    def forward(self, q, k, v):
-        return quest_core.attention(q, k, v, self.spec) + quest_core.attention(q, k, v, "qnorm")
+def calling(model, q, k, v):
+    """As users call the function."""
+    return quest_core.attention(q, k, v, model.spec) + quest_core.attention(q, k, v, "qnorm")
 
 
 CALLS = {
@@ -101,7 +96,7 @@ CALLS = {
 def test_the_function_compiles_without_a_graph_break_and_exports(call):
     q, k, v = (x.float().requires_grad_() for x in tensors(2, 4, 4, 6, 6, 8))
     first, second = CALLS[call]
-    model = _Calls(first)
+    model = Host(calling, spec=first)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q, k, v), model(q, k, v))
@@ -180,36 +175,25 @@ def test_mappings_of_any_kind_are_specifications():
 
 @pytest.mark.needs_torch("2.6", "torch.compile of floats as inputs")
 def test_a_dynamic_graph_is_compiled_once():
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return aot_eager(graph, inputs)
-
-    aot_eager = torch._dynamo.lookup_backend("aot_eager")
+    x, counting = torch.randn(2, 3, 5, 4), CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
-    x = torch.randn(2, 3, 5, 4)
-    torch.compile(quest_core.Mechanism("quest", num_heads=3, head_dim=4), backend=backend, dynamic=True)(x, x, x)
-    assert len(graphs) == 1
+    torch.compile(quest_core.Mechanism("quest", num_heads=3, head_dim=4), backend=counting, dynamic=True)(x, x, x)
+    assert counting.frame_count == 1
 
 
-class CausalOrNot(nn.Module):
-    def __init__(self, spec, causal):
-        super().__init__()
-        self.attention, self.causal = quest_core.Attention(16, 4, spec).eval(), causal
-        quest_core.chain(self)
-
-    def forward(self, x):
-        return self.attention(x, is_causal=self.causal)
+def causal_or_not(spec, causal):
+    model = Host(lambda m, x: m.attention(x, is_causal=causal), attention=quest_core.Attention(16, 4, spec).eval())
+    quest_core.chain(model)
+    return model
 
 
 def traced_to_onnx(module):
     """The file of the exporter that was the default before PyTorch 2.9, with a dynamic batch and length."""
-    file, modern = io.BytesIO(), {"dynamo": False}
-    names = {"input_names": ["x"], "dynamic_axes": {"x": {0: "batch", 1: "tokens"}}}
+    file = io.BytesIO()
+    options = {"input_names": ["x"], "dynamic_axes": {"x": {0: "batch", 1: "tokens"}}, "dynamo": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.onnx.export(module, (torch.randn(2, 9, 16),), file, opset_version=17, **names, **modern)
+        torch.onnx.export(module, (torch.randn(2, 9, 16),), file, opset_version=17, **options)
     return file.getvalue()
 
 
@@ -220,7 +204,7 @@ def traced_to_onnx(module):
 )
 def test_a_trace_exported_to_onnx_takes_any_length(spec, causal):
     runtime = pytest.importorskip("onnxruntime")
-    module = CausalOrNot(spec, causal)
+    module = causal_or_not(spec, causal)
     session = runtime.InferenceSession(traced_to_onnx(module), providers=["CPUExecutionProvider"])
     for shape in ((2, 9, 16), (3, 9, 16), (2, 5, 16), (1, 14, 16)):
         x = torch.randn(shape)
@@ -233,10 +217,10 @@ def test_a_trace_exported_to_onnx_takes_any_length(spec, causal):
 def test_a_trace_warns_of_nothing_that_it_fixes(spec):
     with warnings.catch_warnings():
         warnings.simplefilter("error", torch.jit.TracerWarning)
-        torch.jit.trace(CausalOrNot(spec, False), torch.randn(2, 9, 16), check_trace=False)
+        torch.jit.trace(causal_or_not(spec, False), torch.randn(2, 9, 16), check_trace=False)
 
 
 @pytest.mark.parametrize("spec", ["quest+sigmoid", "cosine", "aft-conv(grid=3x3)", "linear"])
 def test_a_trace_that_would_fix_the_number_of_keys_is_not_exported(spec):
     with pytest.raises(UnsupportedError, match="counts its keys, and torch.onnx.export"):
-        traced_to_onnx(CausalOrNot(spec, spec == "linear"))
+        traced_to_onnx(causal_or_not(spec, spec == "linear"))

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Around, Call
+from models import Around, Call, Host
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
@@ -109,15 +109,8 @@ def test_onnx_refuses_an_example_of_one_query_or_one_key(sizes):
 def test_a_batch_whose_size_only_the_run_knows_is_exported(kind, attention):
     """pytorch#180202: torch.export asked whether there is one sample, or none."""
 
-    class Chosen(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = model(kind, attention)
-
-        def forward(self, x, padding, chosen):
-            return self.inner(x[chosen], padding[chosen])
-
-    made, given = Chosen().eval(), inputs(4, 5)
+    choosing = Host(lambda m, x, padding, chosen: m.inner(x[chosen], padding[chosen]), inner=model(kind, attention))
+    made, given = choosing.eval(), inputs(4, 5)
     with torch.no_grad():  # else nn.TransformerEncoderLayer asks for more itself
         program = torch.export.export(made, (*given, torch.tensor([True, False, True, True])), strict=False).module()
         for chosen in ([True, False, True, True], [False, False, True, True], [False, False, True, False]):
@@ -198,13 +191,6 @@ def test_a_routed_call_takes_the_shapes_of_stock(attention, name):
         if attention == "standard":
             host = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **options)
             torch.testing.assert_close(found, host.nan_to_num(0))
-
-
-def test_nested_tensors_are_refused_when_the_attention_is_injected():
-    """They were refused at the first call after it."""
-    q = torch.nested.nested_tensor([torch.randn(3, 2, 8), torch.randn(5, 2, 8)], layout=torch.jagged).transpose(1, 2)
-    with pytest.raises(quest_core.UnsupportedError, match="nested"):
-        quest_core.inject(nn.Sequential(Call()), "quest", example=lambda m: m[0](q, q, q))
 
 
 def test_attention_with_projections_of_the_host_is_not_left_silently():

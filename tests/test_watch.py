@@ -201,11 +201,8 @@ def test_a_script_is_measured_and_computes_what_it_did(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     exec(SCRIPT, {})
     alone = capsys.readouterr().out
-    script = Script(5, tmp_path / "seen")
-    try:
+    with contextlib.closing(Script(5, tmp_path / "seen")):
         exec(SCRIPT, {})
-    finally:
-        script.close()
     out, said = capsys.readouterr()
     assert out == alone
     shown = re.findall(r"step (\d+): body.layers.\d.self_attn, head \d: the largest logit", said)
@@ -225,15 +222,12 @@ def test_one_rank_of_torchrun_writes_also_without_a_group(monkeypatch):
 
 
 def test_a_script_without_attention_runs_as_it_is(tmp_path, capsys):
-    script = Script(1, tmp_path / "seen")
-    try:
+    with contextlib.closing(Script(1, tmp_path / "seen")):
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for _ in range(3):
             model(torch.randn(2, 2)).sum().backward()
             optimizer.step()
-    finally:
-        script.close()
     assert "Linear is not watched" in capsys.readouterr().err
     assert not (tmp_path / "seen").exists()
 
@@ -249,15 +243,12 @@ def test_a_script_ends_where_no_layer_can_be_measured(tmp_path, capsys, monkeypa
 
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_script_that_trains_in_evaluation_mode_is_told(capsys, trains):
-    script = Script(1, "seen")
-    try:
+    with contextlib.closing(Script(1, "seen")) as script:
         model = nn.Linear(2, 1).train(trains)
         model(torch.randn(2, 2)).sum().backward()
         torch.optim.SGD(model.parameters(), 0.1).step()
         del model
-    finally:
-        script.close()
-        atexit.unregister(script.say_nothing_trained)
+    atexit.unregister(script.say_nothing_trained)
     script.say_nothing_trained()
     assert ("call model.train()" in capsys.readouterr().err) is not trains
 
