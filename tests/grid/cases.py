@@ -178,64 +178,46 @@ LAYOUTS: Mapping[str, tuple[Layout, int, bool]] = {  # how it is made, query hea
 }
 
 
-def _keys(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _keys(shape: tuple[int, ...], last: bool = True) -> Tensor:
+    """Random keys of each sample, all of the first one; whether the last sample has any."""
     b, _, _, m = shape
     seen = torch.rand(b, 1, 1, m) > 0.4
     seen[0] = True
     seen[-1, ..., 0] = True
+    seen[-1] &= last
     return seen
 
 
-def _blind(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    seen = torch.rand(shape[0], 1, *shape[2:]) > 0.4
-    seen[:, :, -1] = False
+def _pairs(*shape: int, blind: Any = None) -> Tensor:
+    """Random pairs, and none at the index `blind`."""
+    seen = torch.rand(shape) > 0.4
+    if blind is not None:
+        seen[blind] = False
     return seen
 
 
-def _infinite(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    seen = torch.rand(shape[2:]) > 0.4
-    seen[0] = False
-    return torch.where(seen, torch.randn(shape[2:]), -math.inf).to(dtype)
-
-
-def _additive(seen: Tensor, low: float, dtype: torch.dtype) -> Tensor:
+def additive(seen: Tensor, low: float, dtype: torch.dtype) -> Tensor:
     """A mask that adds `low` to what is not seen."""
     return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, low)
 
 
-def _lowest(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    seen = torch.rand(shape) > 0.4
-    seen[-1, -1, -1] = False
-    return _additive(seen, torch.finfo(dtype).min, dtype)
-
-
-def _hundred(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return _additive(torch.rand(shape[0], 1, *shape[2:]) > 0.4, -100.0, dtype)
-
-
-def _bias(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.randn(1, *shape[1:]).to(dtype)
-
-
-def _all_blind(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    seen = _keys(shape, dtype)
-    seen[-1] = False
-    return seen
-
-
 Mask = Callable[[tuple[int, ...], torch.dtype], Tensor]
 KEY_MASKS: Mapping[str, Mask] = {
-    "keys": _keys,
-    "sample without keys": _all_blind,
-    "keys, -inf": lambda shape, dtype: _additive(_all_blind(shape, dtype), -math.inf, dtype),
-    "keys, finfo.min": lambda shape, dtype: _additive(_all_blind(shape, dtype), torch.finfo(dtype).min, dtype),
+    "keys": lambda shape, dtype: _keys(shape),
+    "sample without keys": lambda shape, dtype: _keys(shape, False),
+    "keys, -inf": lambda shape, dtype: additive(_keys(shape, False), -math.inf, dtype),
+    "keys, finfo.min": lambda shape, dtype: additive(_keys(shape, False), torch.finfo(dtype).min, dtype),
 }
 FULL_MASKS: Mapping[str, Mask] = {
-    "boolean with blind rows": _blind,
-    "additive, -inf": _infinite,
-    "additive, finfo.min": _lowest,
-    "additive, -100": _hundred,
-    "bias a head": _bias,
+    "boolean with blind rows": lambda shape, dtype: _pairs(shape[0], 1, *shape[2:], blind=(..., -1, slice(None))),
+    "additive, -inf": lambda shape, dtype: torch.where(
+        _pairs(*shape[2:], blind=0), torch.randn(shape[2:]), -math.inf
+    ).to(dtype),
+    "additive, finfo.min": lambda shape, dtype: additive(
+        _pairs(*shape, blind=(-1, -1, -1)), torch.finfo(dtype).min, dtype
+    ),
+    "additive, -100": lambda shape, dtype: additive(_pairs(shape[0], 1, *shape[2:]), -100.0, dtype),
+    "bias a head": lambda shape, dtype: torch.randn(1, *shape[1:]).to(dtype),
 }
 
 

@@ -15,7 +15,7 @@ from quest_core import AttentionConfig
 from quest_core import ops as blocks
 from quest_core.mechanisms import aft_ops, linear
 
-from .cases import BY_NAME, DTYPES, Cell, Made, bounds, compare, leaf, rough, weight_of, with_gradients
+from .cases import BY_NAME, DTYPES, Cell, Made, additive, bounds, compare, leaf, rough, weight_of, with_gradients
 
 Pick = Callable[[Sequence[Any]], Any]
 """Chooses one of several options."""
@@ -94,9 +94,8 @@ MASK_LAYOUTS = ("contiguous", "transposed", "slice", "expanded")
 GRADS = ("tokens first", "contiguous", "expanded", "features first")
 
 
-def example(pick: Pick, transforms: Sequence[str] = ("eager",)) -> Example:
+def example(pick: Pick, transform: str = "eager") -> Example:
     """Draw an example."""
-    transform = pick(transforms)
     lengths = SIZES if transform == "eager" else (2, 3, 5, 7, 13, 31, 67)
     heads = pick((1, 2, 3, 4, 6, 8))
     groups, n, m = heads, pick(lengths), pick(lengths)
@@ -274,7 +273,7 @@ class MadeOf(Made):
         if one.transform != "eager":  # a mask that hides nothing is taken for a bias, whose gradient is wanted
             seen.view(-1)[-1:] = False
         low = {"-inf": -torch.inf, "finfo.min": torch.finfo(dtype).min, "-100": -100.0}[one.mask]
-        return torch.zeros(shape, dtype=dtype).masked_fill(~seen, low)
+        return additive(seen, low, dtype)
 
 
 def run(one: Example) -> None:
@@ -309,10 +308,9 @@ def run(one: Example) -> None:
 @contextlib.contextmanager
 def small_blocks(rows: int) -> Iterator[None]:
     """Small tensors are taken in blocks as large ones are."""
-    sizes = {"PLAIN_WEIGHTS": 1, "BLOCK_WEIGHTS": 1, "BLOCK_ROWS": rows}
     with (
-        mock.patch.multiple(blocks, **sizes),
-        mock.patch.object(aft_ops, "ROWS", rows),
+        mock.patch.multiple(blocks, PLAIN_WEIGHTS=1, BLOCK_WEIGHTS=1, BLOCK_ROWS=rows),
+        mock.patch.multiple(aft_ops, ROWS=rows, NARROW=2, ELEMENTS=40),
         mock.patch.object(linear, "CHUNK", rows),
     ):
         yield

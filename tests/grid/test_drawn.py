@@ -40,7 +40,7 @@ def test_any_combination_is_right_or_refused(data):
 @settings(max_examples=SHARE)
 @given(st.data())
 def test_any_combination_transformed_is_right_or_refused(transform, data):
-    settle(example(functools.partial(draw, data), (transform,)))
+    settle(example(functools.partial(draw, data), transform))
 
 
 def draw(data, options):

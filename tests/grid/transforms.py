@@ -51,7 +51,7 @@ def zero_key(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return q, stored.as_strided(k.shape, k.stride(), k.storage_offset()), v, *mask
 
 
-def decode(made: Made) -> str | None:
+def decode(made: Made) -> None:
     """Token by token with a cache: equal to the causal formula. The mask, if any, is one of keys."""
     made = Cell(made.cell.subject, made.cell.layout, made.cell.dtype, made.cell.mask, is_causal=True).made()
     q, k, v, *mask = made.tensors(min(made.lengths()[0], 7))
@@ -65,10 +65,9 @@ def decode(made: Made) -> str | None:
             out = made.seeded(layer.decode)(*given[:2], value, cache, attn_mask=seen)
         outs.append(out.detach())
     check(made, (q, k, v, *mask), [torch.cat(outs, 2)])
-    return None
 
 
-def weights_returned(made: Made) -> str | None:
+def weights_returned(made: Made) -> None:
     """forward_with_logits: the plain formula, whose output and gradients are those of forward."""
 
     def call(parameters: Mapping[str, Tensor], *tensors: Tensor) -> Tensor:
@@ -76,23 +75,21 @@ def weights_returned(made: Made) -> str | None:
 
     tensors = made.tensors()
     check(made, tensors, gradients(made.seeded(call), made.named(), tensors, made.cell.dtype))
-    return None
 
 
 # Compilers.
 
 
-def compile_static(made: Made, backend: str = "aot_eager") -> str | None:
+def compile_static(made: Made, backend: str = "aot_eager") -> None:
     """torch.compile for one length at a time."""
     torch._dynamo.reset()
     compiled = torch.compile(made.module, backend=backend, dynamic=False, fullgraph=True)
     tensors = made.tensors()
     for given in (tensors, zero_key(tensors)):
         check(made, given, module_gradients(made, compiled, given))
-    return None
 
 
-def compile_dynamic(made: Made, backend: str = "aot_eager") -> str | None:
+def compile_dynamic(made: Made, backend: str = "aot_eager") -> None:
     """torch.compile(dynamic=True): one graph for all lengths."""
     torch._dynamo.reset()
     counting = CompileCounterWithBackend(backend)
@@ -105,10 +102,11 @@ def compile_dynamic(made: Made, backend: str = "aot_eager") -> str | None:
         first = counting.frame_count if first is None else first
         if counting.frame_count != first:
             raise Deviation(f"a graph of its own for length {tokens}, after {made.lengths()[0]}")
-    return None
 
 
-def _dynamic_shapes(made: Made, tensors: Sequence[Tensor]) -> dict[str, Any]:
+def _dynamic_shapes(made: Made, tensors: Sequence[Tensor]) -> dict[str, Any] | None:
+    if made.single:
+        return None
     most = 70 if str(made.config.family).startswith("aft") else 512  # below the max_length of learned positions
     n = torch.export.Dim("n", min=2, max=most)
     m = torch.export.Dim("m", min=2, max=most) if made.cell.cross else n
@@ -120,23 +118,17 @@ def _dynamic_shapes(made: Made, tensors: Sequence[Tensor]) -> dict[str, Any]:
     return shapes
 
 
-def _exported(made: Made) -> Any:
-    tensors = made.tensors()
-    shapes = None if made.single else _dynamic_shapes(made, tensors)
-    return torch.export.export(made.module, tensors, dynamic_shapes=shapes)
-
-
-def export(made: Made) -> str | None:
+def export(made: Made) -> None:
     """torch.export with a dynamic length."""
-    module = _exported(made).module()
+    tensors = made.tensors()
+    module = torch.export.export(made.module, tensors, dynamic_shapes=_dynamic_shapes(made, tensors)).module()
     for tokens in made.lengths():
         given = zero_key(made.tensors(tokens))
         with torch.no_grad():
             check(made, given, [made.seeded(module)(*given)])
-    return None
 
 
-def onnx(made: Made) -> str | None:
+def onnx(made: Made) -> None:
     """torch.onnx.export(dynamo=True), run by onnxruntime."""
     versions.needs_torch("2.6", "torch.onnx.export(dynamo=True) of dynamic shapes")
     import onnxruntime
@@ -145,7 +137,7 @@ def onnx(made: Made) -> str | None:
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         tensors = made.tensors()
-        shapes = None if made.single else _dynamic_shapes(made, tensors)
+        shapes = _dynamic_shapes(made, tensors)
         program = torch.onnx.export(made.module, tensors, dynamic_shapes=shapes, dynamo=True, verbose=False)
     session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
     inputs = [one.name for one in session.get_inputs()]
@@ -154,7 +146,6 @@ def onnx(made: Made) -> str | None:
         feed = {name: x.numpy() for name, x in zip(inputs, given, strict=True)}
         (out,) = session.run(None, feed)
         check(made, given, [torch.from_numpy(out)])
-    return None
 
 
 def jit_trace(made: Made) -> str | None:
@@ -185,7 +176,7 @@ def module_gradients(made: Made, function: Callable[..., Tensor], tensors: Seque
 # Fake tensors and recorded graphs.
 
 
-def fake(made: Made) -> str | None:
+def fake(made: Made) -> None:
     """FakeTensorMode: the shapes and types of the output and of gradients."""
     tensors = made.tensors()
     state = {name: x.detach().clone() for name, x in made.module.state_dict().items()}
@@ -203,21 +194,11 @@ def fake(made: Made) -> str | None:
     for a, b in zip((out, *found), expected, strict=True):
         if a is not None and (a.shape != b.shape or a.dtype != b.dtype):
             raise Deviation(f"a fake result is {a.dtype} {list(a.shape)}, the real one {b.dtype} {list(b.shape)}")
-    return None
 
 
-def fx(made: Made) -> str | None:
-    """make_fx of output and gradients, replayed on other values."""
-    return _recorded(made, "real", made.lengths()[:1])
-
-
-def fx_symbolic(made: Made) -> str | None:
-    """make_fx with symbolic sizes, of output and gradients, replayed at other lengths."""
-    return _recorded(made, "symbolic", made.lengths())
-
-
-def _recorded(made: Made, mode: str, lengths: Sequence[int]) -> str | None:
-    own = list(made.named())
+def fx(made: Made, mode: str) -> None:
+    """make_fx of output and gradients, replayed on other values, and with "symbolic" sizes at other lengths."""
+    own, lengths = list(made.named()), made.lengths()[: None if mode == "symbolic" else 1]
     buffers = dict(made.module.named_buffers())
 
     def both(*flat: Tensor) -> list[Tensor]:
@@ -236,7 +217,6 @@ def _recorded(made: Made, mode: str, lengths: Sequence[int]) -> str | None:
         given = zero_key(made.tensors(tokens, seed=1))
         got = made.seeded(graph)(*leaves(given))
         _check_without_mask(made, given, [x.detach() for x in got])
-    return None
 
 
 def _check_without_mask(made: Made, tensors: Sequence[Tensor], got: Sequence[Tensor]) -> None:
@@ -252,7 +232,7 @@ def _check_without_mask(made: Made, tensors: Sequence[Tensor], got: Sequence[Ten
 SAMPLES = 3
 
 
-def vmap(made: Made) -> str | None:
+def vmap(made: Made) -> None:
     """torch.func.vmap over q, k and v, over q only, and over the last axis of q."""
     several = [made.tensors(seed=i) for i in range(SAMPLES)]
     mask = several[0][3:]
@@ -270,10 +250,9 @@ def vmap(made: Made) -> str | None:
         for i in range(SAMPLES):
             one = tuple(x[i] if axis is not None else x[0] for x, axis in zip((q, k, v), axes, strict=True))
             check(made, (*one, *mask), [out[i].detach()])
-    return None
 
 
-def func_grad(made: Made) -> str | None:
+def func_grad(made: Made) -> None:
     """torch.func.grad by tensors and parameters, and vmap of it."""
     tensors = made.tensors()
     mask = tensors[3:]
@@ -296,7 +275,6 @@ def func_grad(made: Made) -> str | None:
     found, out = made.seeded(torch.func.vmap(take, in_dims=(None, 0, 0, 0), randomness="same"))(parameters, *stacked)
     for i, one in enumerate(several):
         checked(one, ({n: x[i] for n, x in found[0].items()}, *(x[i] for x in found[1:])), out[i])
-    return None
 
 
 def _derivative(made: Made, function: Callable[..., Tensor], dtype: torch.dtype, tensors: Sequence[Tensor]) -> Any:
@@ -305,7 +283,7 @@ def _derivative(made: Made, function: Callable[..., Tensor], dtype: torch.dtype,
     return lambda q, k, v: made.seeded(function)(learned, q, k, v, *tensors[3:])
 
 
-def func_jacrev(made: Made) -> str | None:
+def func_jacrev(made: Made) -> None:
     """torch.func.jacrev by k."""
     tensors = made.tensors()
     results = []
@@ -314,7 +292,6 @@ def func_jacrev(made: Made) -> str | None:
         results.append(torch.func.jacrev(_derivative(made, function, dtype, tensors), argnums=1)(q, k, v))
     got, exact, plain = results
     compare([got], [exact], bounds(made, [exact], [plain], tensors), made.cell.dtype, ["jacobian by k"])
-    return None
 
 
 def _versions(made: Made) -> Sequence[tuple[Callable[..., Tensor], torch.dtype]]:
@@ -322,7 +299,7 @@ def _versions(made: Made) -> Sequence[tuple[Callable[..., Tensor], torch.dtype]]
     return (made.call, made.cell.dtype), (made.reference, torch.float64), (made.reference, rough(made))
 
 
-def func_jvp(made: Made) -> str | None:
+def func_jvp(made: Made) -> None:
     """torch.func.jvp, and forward-mode differentiation by dual numbers."""
     tensors = made.tensors()
     tangents = [_tangent(x) for x in tensors[:3]]
@@ -339,7 +316,6 @@ def func_jvp(made: Made) -> str | None:
     limits = bounds(made, exact, plain, tensors)
     for one in (got, by_dual):
         compare(one, exact, limits, made.cell.dtype, ["output", "tangent"])
-    return None
 
 
 def _tangent(x: Tensor) -> Tensor:
@@ -348,7 +324,7 @@ def _tangent(x: Tensor) -> Tensor:
     return torch.sin(torch.arange(count, dtype=torch.float64)).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-def second_derivative(made: Made) -> str | None:
+def second_derivative(made: Made) -> None:
     """The gradient of a function of the gradient (create_graph=True)."""
     tensors = made.tensors()
     results, least = [], 0.0
@@ -365,20 +341,19 @@ def second_derivative(made: Made) -> str | None:
     what = [f"second derivative by {name}" for name in ("q", "k", "v", *made.named())]
     least *= max(1.0, made.large_logit(tensors))  # which steepens each derivative
     compare(got, exact, bounds(made, exact, plain, tensors, least), made.cell.dtype, what)
-    return None
 
 
 def weight_of_any(x: Tensor) -> Tensor:
     return torch.cos(torch.arange(x.numel(), dtype=torch.float64) * 0.7).reshape(x.shape).to(x.dtype)
 
 
-def second_derivative_math(made: Made) -> str | None:
+def second_derivative_math(made: Made) -> None:
     """As `second_derivative`, inside sdpa_kernel(SDPBackend.MATH), as our refusal says."""
     with sdpa_kernel(SDPBackend.MATH):
-        return second_derivative(made)
+        second_derivative(made)
 
 
-def autocast(made: Made) -> str | None:
+def autocast(made: Made) -> None:
     """torch.autocast around tensors and parameters of float32: the output is bfloat16, gradients are float32."""
     made = dataclasses.replace(made.cell, dtype=torch.float32).made()
     lower = copy.copy(made)
@@ -397,7 +372,6 @@ def autocast(made: Made) -> str | None:
     what = names(made, tensors)
     compare([out], [truth], limits[:1], torch.bfloat16, what[:1])
     compare(found, exact, limits[1:], torch.float32, what[1:])
-    return None
 
 
 TRANSFORMS: Mapping[str, Callable[[Made], str | None]] = {
@@ -409,8 +383,8 @@ TRANSFORMS: Mapping[str, Callable[[Made], str | None]] = {
     "ONNX": onnx,
     "jit.trace": jit_trace,
     "FakeTensorMode": fake,
-    "make_fx": fx,
-    "make_fx, any length": fx_symbolic,
+    "make_fx": functools.partial(fx, mode="real"),
+    "make_fx, any length": functools.partial(fx, mode="symbolic"),
     "func.vmap": vmap,
     "func.grad": func_grad,
     "func.jacrev": func_jacrev,
