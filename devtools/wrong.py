@@ -17,7 +17,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"attention": "quest(init=no)"}, "option 'init' is 'no', but takes a number"),
     ({"attention": "quest(init=5;init=6)"}, "given twice"),
     ({"attention": "quest(window=3)"}, "'window' belongs to"),
-    ({"attention": "quest+qnorm"}, "two choices for the score"),
+    ({"attention": "quest+qnorm"}, "two choices for the score: 'quest' and 'qnorm'"),
     ({"attention": "linear+gqa(kv_heads=1)"}, "is not combined"),
     ({"attention": "quest+gqa(kv_heads=0)"}, "option 'kv_heads' is 0"),
     ({"attention": "quest", "attention_from": "standrad"}, "did you mean 'standard'"),

@@ -257,12 +257,8 @@ NORMALISER = {**POINTWISE, "dropout": True}
 WEIGHTED = {**LINEAR, "dropout": True}
 WRONG = {  # a class, and the checks that it fails
     "statistics over tokens": (
-        toy(Deviation, **POINTWISE),
-        {"no_query_sees_the_future", "decoding_equals_the_forward_pass", "masks"},
-    ),
-    "statistics over tokens, declared": (
         toy(Deviation, **LINEAR),
-        {"no_query_sees_the_future", "decoding_equals_the_forward_pass", "padding_does_not_matter"},
+        {"no_query_sees_the_future", "decoding_equals_the_forward_pass", "masks", "padding_does_not_matter"},
     ),
     "keys that some query sees": (
         toy(SomeQuery, **{**LINEAR, "cached": False}),
