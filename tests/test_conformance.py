@@ -64,20 +64,6 @@ class TestTorchDecoder(AdapterConformance, sites=4):
         return model(target, memory, tgt_mask=mask.to(target.dtype))
 
 
-# --- the host and the adapter of the example, broken -----------------------------------------------------------------
-
-
-def broken(kind):
-    """The suite of the example's encoder, whose adapter puts another class in place."""
-
-    class Other(ToyAdapter):
-        replacements: ClassVar[dict[str, type[HostAttention]]] = {"stand_in.FusedAttention": kind}
-
-    suite = TestEncoder()
-    suite.adapter = Other()
-    return suite
-
-
 def test_the_tests_of_a_variant_exist():
     assert set(NUMBERS) <= vars(AdapterConformance).keys()
 
@@ -89,38 +75,42 @@ def test_a_base_class_that_refuses_nothing_drops_no_test_of_those_that_inherit()
     assert getattr(type("Inherits", (base,), {"refused": ("linear",)}), name) is vars(AdapterConformance)[name]
 
 
-def test_the_suite_catches_a_silent_fallback():
-    class Broken(FusedAttention):
-        """The worst bug that this project can have: it returns the host's own attention."""
+class Fallback(FusedAttention):
+    """The worst bug that this project can have: it returns the host's own attention."""
 
-        forward = stand_in.FusedAttention.forward
+    forward = stand_in.FusedAttention.forward
 
-    suite = broken(Broken)
+
+class OtherMask(FusedAttention):
+    def forward(self, x, keep=None):
+        return super().forward(x, None if keep is None else ~keep)
+
+
+class Untrained(FusedAttention):
+    @classmethod
+    def adopt(cls, *arguments, **options):
+        made = super().adopt(*arguments, **options)
+        made.mechanism.requires_grad_(False)
+        return made
+
+
+@pytest.mark.parametrize(
+    ("broken", "test"),
+    [
+        (Fallback, TestEncoder.test_every_attention_goes_through_its_mechanism),
+        (Fallback, TestEncoder.test_mechanisms_equal_their_reference_inside_the_host),
+        (OtherMask, TestEncoder.test_padding_never_matters),
+        (Untrained, TestEncoder.test_parameters_of_a_mechanism_are_frozen_with_the_projections),
+    ],
+)
+def test_the_suite_catches_a_broken_adapter(broken, test):
+    class Broken(ToyAdapter):
+        replacements: ClassVar[dict[str, type[HostAttention]]] = {"stand_in.FusedAttention": broken}
+
+    suite = TestEncoder()
+    suite.adapter = Broken()
     with pytest.raises(AssertionError):
-        suite.test_every_attention_goes_through_its_mechanism()
-    with pytest.raises(AssertionError):
-        suite.test_mechanisms_equal_their_reference_inside_the_host()
-
-
-def test_the_suite_catches_a_wrong_mask():
-    class Masks(FusedAttention):
-        def forward(self, x, keep=None):
-            return super().forward(x, None if keep is None else ~keep)
-
-    with pytest.raises(AssertionError):
-        broken(Masks).test_padding_never_matters()
-
-
-def test_the_suite_catches_parameters_that_do_not_train():
-    class Detached(FusedAttention):
-        @classmethod
-        def adopt(cls, *arguments, **options):
-            made = super().adopt(*arguments, **options)
-            made.mechanism.requires_grad_(False)
-            return made
-
-    with pytest.raises(AssertionError):
-        broken(Detached).test_parameters_of_a_mechanism_are_frozen_with_the_projections()
+        test(suite)
 
 
 def test_query_heads_that_share_a_key_head_are_calibrated_by_its_norm():

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SITE = "https://quest-attention.github.io/quest/"
 REPOSITORY = "https://github.com/quest-attention/quest/"
 SHOWN_ELSEWHERE = [ROOT / "README.md", *sorted(ROOT.glob("plugins/quest-*/README.md"))]  # on PyPI and on the site
+blocks = runpy.run_path(str(ROOT / "release" / "install_test.py"), run_name="install_test")["blocks"]
 PAGES = sorted(
     path
     for pattern in ("*.md", "docs/**/*.md", "research/**/*.md", "examples/**/*.md", "plugins/quest-*/README.md")
@@ -51,11 +52,6 @@ def test_what_is_installed_names_pages_by_their_address():
     installed = [path for package in ("quest_core", "plugins/*/src") for path in ROOT.glob(f"{package}/**/*")]
     texts = {path: path.read_text() for path in installed if path.suffix in (".py", ".tmpl", ".yaml", ".md")}
     assert [str(path) for path, text in texts.items() if re.search(r"(?<![\w/.-])docs/[\w-]+\.md", text)] == []
-
-
-def install():
-    """What is defined in release/install_test.py."""
-    return runpy.run_path(str(ROOT / "release" / "install_test.py"), run_name="install_test")
 
 
 def exists(url):
@@ -118,7 +114,7 @@ EXCERPTS = {
 @pytest.mark.parametrize("page", FROM_TOP_TO_BOTTOM)
 def test_the_code_of_a_page_runs(page, capsys):
     language = "pycon" if page in EXCERPTS else "python"
-    found = [block for block in install()["blocks"]((ROOT / "docs" / page).read_text()) if block.language == language]
+    found = [block for block in blocks((ROOT / "docs" / page).read_text()) if block.language == language]
     assert found
     names = {}
     exec(FROM_TOP_TO_BOTTOM[page], names)
@@ -137,7 +133,7 @@ def test_the_code_of_a_page_runs(page, capsys):
 def test_every_block_of_the_pages_is_run_or_says_why_not():
     """In docs/, Python runs here or is compared by another test, and a command has its reason on the page."""
     for page in sorted((ROOT / "docs").glob("*.md")):
-        for block in install()["blocks"](page.read_text()):
+        for block in blocks(page.read_text()):
             run = page.name in (FROM_TOP_TO_BOTTOM if block.language == "python" else EXCERPTS)
             shown = block.language not in ("bash", "sh", "python", "pycon")
             assert run or shown or block.not_run or page.name in EXCERPTS, f"{page.name}, line {block.line}"
@@ -158,7 +154,7 @@ def test_what_code_says_about_addresses_is_true():
 
 @pytest.mark.parametrize("page", SHOWN_ELSEWHERE, ids=lambda p: p.parent.name)
 def test_code_blocks_say_what_they_are(page):
-    found = install()["blocks"](page.read_text())
+    found = blocks(page.read_text())
     assert page.read_text().count("\n```") == 2 * len(found)
     assert {block.language for block in found} <= {"bash", "python", "yaml", "text", "json"}
     first = next(block for block in found if block.language == "bash" and block.not_run != "builds the packages")
@@ -169,7 +165,7 @@ def test_code_blocks_say_what_they_are(page):
 
 def test_every_readme_says_how_to_build_what_is_not_on_pypi():
     main, *plugins = (page.read_text() for page in SHOWN_ELSEWHERE)
-    (build,) = (block for block in install()["blocks"](main) if block.not_run == "builds the packages")
+    (build,) = (block for block in blocks(main) if block.not_run == "builds the packages")
     build_said = re.compile(r"^Not on PyPI yet\..* run `(.*)` once, and in\neach shell `(.*)`\.$", re.MULTILINE)
     said = [build_said.findall(text) for text in plugins]
     assert {"\n".join(commands) for found in said for commands in found} <= {build.code.strip()}
