@@ -38,9 +38,9 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Blocks, each computed again in the backward pass if `recompute`."""
 
-    def __init__(self, attention: str, *, recompute: bool = False) -> None:
+    def __init__(self, block: Callable[[], nn.Module], *, recompute: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(attention) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(block() for _ in range(LAYERS))
         self.recompute = recompute
         quest_core.chain(self)
 
@@ -53,7 +53,7 @@ class Model(nn.Module):
 def build(attention: str, *, seed: int = 0, recompute: bool = False) -> Model:
     """Key heads of unlike size, so that key-driven grouping has something to find."""
     torch.manual_seed(seed)
-    model = Model(attention, recompute=recompute).double()
+    model = Model(lambda: Block(attention), recompute=recompute).double()
     with torch.no_grad():
         for block in model.blocks:
             weight = block.attention.k_proj.weight

@@ -1,5 +1,6 @@
 """DistributedDataParallel and fully_shard on two processes equal one process with the whole batch."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import quest_core
 
-from .models import TRAINED, E, build, check_same, data, half, sgd, tensors, train
+from .models import TRAINED, E, Model, build, check_same, data, half, sgd, tensors, train
 
 pytestmark = pytest.mark.distributed
 
@@ -31,32 +32,71 @@ def single(attention, steps=3):
     return tensors(model)
 
 
-# --- DistributedDataParallel ------------------------------------------------------------------------------------------
+def shard(model):
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert all(x.to_local().shape[0] * 2 == x.shape[0] for x in model.parameters() if x.dim() == 2)
+    return model
 
 
-def ddp(rank, attention, recompute):
-    model = build(attention, recompute=recompute)
-    train(DistributedDataParallel(model), half(rank))
+WRAPPERS = {"ddp": DistributedDataParallel, "fsdp": shard}
+
+
+def trained(rank, how, make):
+    """The tensors of a model that two processes have trained, each with half of the batch."""
+    model = make()
+    train(WRAPPERS[how](model), half(rank))
     return tensors(model)
 
 
-def ddp_injected(rank, attention):
-    model, _ = encoder(attention)
-    train(DistributedDataParallel(model), half(rank))
-    return tensors(model)
+@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "activation checkpointing"])
+@pytest.mark.parametrize("attention", TRAINED)
+def test_two_processes_train_as_one(ranks, attention, recompute):
+    wanted = single(attention)
+    for how in WRAPPERS:
+        for got in ranks.run(trained, how, functools.partial(build, attention, recompute=recompute)):
+            check_same(got, wanted)
 
 
 def encoder(attention):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(E, 4, 2 * E, dropout=0.0, batch_first=True)
-    return quest_core.inject(nn.TransformerEncoder(layer, 2).double(), attention)
+    return quest_core.inject(nn.TransformerEncoder(layer, 2).double(), attention)[0]
 
 
-@pytest.mark.parametrize("attention", ["quest", DGQA])
-def test_an_injected_model_trains_under_ddp(ranks, attention):
-    model, _ = encoder(attention)
+class Host(nn.Module):
+    """A block that no adapter knows: it calls scaled_dot_product_attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(E, 3 * E), nn.Linear(E, E)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4).unbind()
+        out = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.out(out.transpose(1, 2).flatten(2))
+
+
+def universal():
+    torch.manual_seed(0)
+    return quest_core.inject(Model(Host).double(), "qknorm-hs", example=data(0)[0])[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [
+        (functools.partial(encoder, "quest"), "ddp"),
+        (functools.partial(encoder, DGQA), "ddp"),
+        (universal, "ddp"),
+        (universal, "fsdp"),
+    ],
+)
+def test_injected_models_train_as_one_process(ranks, make, how):
+    model = make()
     train(model)
-    for got in ranks.run(ddp_injected, attention):
+    for got in ranks.run(trained, how, make):
         check_same(got, tensors(model))
 
 
@@ -118,75 +158,7 @@ def test_dgqa_can_be_told_which_ranks_share(ranks):
     assert any(not torch.equal(first[name], second[name]) for name in first)
 
 
-# --- fully_shard ------------------------------------------------------------------------------------------------------
-
-
-def shard(model):
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def fsdp(rank, attention, recompute):
-    model = shard(build(attention, recompute=recompute))
-    train(model, half(rank))
-    weight = model.blocks[0].attention.k_proj.weight
-    return tensors(model), weight.to_local().shape[0] * 2 == weight.shape[0]
-
-
-@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "activation checkpointing"])
-@pytest.mark.parametrize("attention", TRAINED)
-def test_two_processes_train_as_one(ranks, attention, recompute):
-    wanted = single(attention)
-    for got in ranks.run(ddp, attention, recompute):
-        check_same(got, wanted)
-    for got, sharded in ranks.run(fsdp, attention, recompute):
-        assert sharded
-        check_same(got, wanted)
-
-
-class Host(nn.Module):
-    """A block that no adapter knows: it calls scaled_dot_product_attention."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(E, 3 * E), nn.Linear(E, E)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4).unbind()
-        out = nn.functional.scaled_dot_product_attention(q, k, v)
-        return x + self.out(out.transpose(1, 2).flatten(2))
-
-
-class Hosts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Host() for _ in range(3))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def universal():
-    torch.manual_seed(0)
-    return quest_core.inject(Hosts().double(), "qknorm-hs", example=data(0)[0])[0]
-
-
-def universal_on_two(rank, how):
-    model = universal()
-    train(shard(model) if how == "fsdp" else DistributedDataParallel(model), half(rank))
-    return tensors(model)
-
-
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_universal_sites_train_as_one_process(ranks, how):
-    model = universal()
-    train(model)
-    for got in ranks.run(universal_on_two, how):
-        check_same(got, tensors(model))
+# --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 def fsdp_interrupted(rank, attention, folder):

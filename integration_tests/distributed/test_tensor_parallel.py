@@ -163,7 +163,7 @@ def observed(rank, attention, split):
     with quest_core.Monitor(model) as monitor, torch.no_grad():
         x = data(0)[0]
         model(half(rank)(x) if split == "batch" else x)
-        return monitor.collect()
+        return monitor.collect(flat=True)
 
 
 @pytest.mark.parametrize("split", ["heads", "batch"])
@@ -172,14 +172,8 @@ def test_the_monitor_reports_all_heads_of_all_ranks(ranks, attention, split):
     model = build(attention)
     with quest_core.Monitor(model) as monitor, torch.no_grad():
         model(data(0)[0])
-    wanted = monitor.collect()
     first, second = ranks.run(observed, attention, split)
-    assert first == second
-    assert first.keys() == wanted.keys()
-    for path, names in wanted.items():
-        assert first[path].keys() == names.keys()
-        for name, values in names.items():
-            assert first[path][name] == pytest.approx(values, rel=1e-5), name
+    assert first == second == pytest.approx(monitor.collect(flat=True), rel=1e-5)
 
 
 def seen_by_one(rank):
@@ -188,7 +182,7 @@ def seen_by_one(rank):
     with quest_core.Monitor(model) as monitor, torch.no_grad():
         for layer in range(rank + 1):
             model[layer](data(rank)[0][:, : 3 + rank])
-        return monitor.collect()
+        return monitor.collect(flat=True)
 
 
 def test_the_monitor_adds_up_what_ranks_saw(ranks):
@@ -197,12 +191,9 @@ def test_the_monitor_adds_up_what_ranks_saw(ranks):
         for rank in range(2):
             for layer in range(rank + 1):
                 model[layer](data(rank)[0][:, : 3 + rank])
-    wanted = monitor.collect()
+    wanted = monitor.collect(flat=True)
     for found in ranks.run(seen_by_one):
-        assert found.keys() == wanted.keys()
-        for path, names in wanted.items():
-            for name, values in names.items():
-                assert found[path][name] == pytest.approx(values, rel=1e-6)
+        assert found == pytest.approx(wanted, rel=1e-6)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
