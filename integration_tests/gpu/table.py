@@ -22,10 +22,9 @@ from .measure import Timing, versions
 
 COMMAND = "path/to/python dev gpu --table"
 REPORT = "https://quest-attention.github.io/quest/results/gpu/report/"
+SUITE_COMMAND = shlex.join(["quest", "bench", *SUITE, "--out", "runs/gpu/attention"])
+"""The command that measures attention, as a user writes it."""
 METRICS = {"forward time of sdpa": "Forward", "time of sdpa": "Forward and backward"}
-
-
-# --- attention --------------------------------------------------------------------------------------------------------
 
 
 def attention_markdown(run: Path) -> str:
@@ -46,16 +45,9 @@ def attention_markdown(run: Path) -> str:
     return "\n".join(parts)
 
 
-# --- training steps ---------------------------------------------------------------------------------------------------
-
-
-def read_steps(folder: Path) -> list[dict[str, Any]]:
-    """Return the results of the frameworks' tests, by framework."""
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-
-
-def steps_markdown(found: list[dict[str, Any]]) -> str:
-    """A row for each framework, precision and attention."""
+def steps_markdown(folder: Path) -> str:
+    """A row for each framework, precision and attention, from what the frameworks' tests have left."""
+    found: list[dict[str, Any]] = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     if not found:
         return "Not yet measured: no framework's test has left its times.\n"
     lines = ["| framework | model | precision | attention | ms a step | of stock (middle half of the rounds) |"]
@@ -67,9 +59,6 @@ def steps_markdown(found: list[dict[str, Any]]) -> str:
             cells = (name, host["model"], row["precision"], row["attention"], f"{timing.milliseconds:.2f}")
             lines.append("| " + " | ".join((*cells, f"{timing.ratio:.2f} ({timing.low:.2f}–{timing.high:.2f})")) + " |")
     return "\n".join(lines) + "\n"
-
-
-# --- the tests --------------------------------------------------------------------------------------------------------
 
 
 def read_tests(folder: Path) -> dict[str, Counter[str]]:
@@ -85,8 +74,9 @@ def read_tests(folder: Path) -> dict[str, Counter[str]]:
     return found
 
 
-def tests_markdown(found):
+def tests_markdown(folder: Path) -> str:
     """A row for each file of tests: the first line of its docstring, and what became of its tests on a GPU."""
+    found = read_tests(folder)
     lines = ["| file | what it holds to | passed | failed | skipped |", "|---|---|---:|---:|---:|"]
     for path in sorted(Path(__file__).parent.glob("test_*.py")):
         about = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0].rstrip(".:")
@@ -96,15 +86,7 @@ def tests_markdown(found):
     return "\n".join(lines) + "\n"
 
 
-def suite_command() -> str:
-    """The command that measures attention, as a user writes it."""
-    return shlex.join(["quest", "bench", *SUITE, "--out", "runs/gpu/attention"])
-
-
-# --- the page ---------------------------------------------------------------------------------------------------------
-
-
-def page(attention: str, steps: list[dict[str, Any]], tests: dict[str, Counter[str]], where: dict[str, str]) -> str:
+def page(attention: str, steps: str, tests: str, where: dict[str, str]) -> str:
     return "\n".join(
         [
             "# Results on a GPU",
@@ -115,17 +97,17 @@ def page(attention: str, steps: list[dict[str, Any]], tests: dict[str, Counter[s
             "",
             "## Attention",
             "",
-            f"`{suite_command()}` ([report]({REPORT})): the time of each attention as a multiple of the fastest "
+            f"`{SUITE_COMMAND}` ([report]({REPORT})): the time of each attention as a multiple of the fastest "
             "back-end of scaled_dot_product_attention in the same round, by CUDA's events. bfloat16, 65,536 tokens a "
             "call, 16 query heads of 64 features.",
             "",
             attention,
             "## Training steps of the frameworks",
             "",
-            steps_markdown(steps),
+            steps,
             "## CUDA tests",
             "",
-            tests_markdown(tests),
+            tests,
         ]
     )
 
@@ -147,10 +129,9 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     folder = options.out.with_suffix("")
     if not any(options.run.glob("cells/*")):
-        parser.error(f"{options.run} holds no cells; first: {suite_command()}")
-    text = page(
-        attention_markdown(options.run), read_steps(options.steps), read_tests(options.steps), versions(options.device)
-    )
+        parser.error(f"{options.run} holds no cells; first: {SUITE_COMMAND}")
+    steps, tests = steps_markdown(options.steps), tests_markdown(options.steps)
+    text = page(attention_markdown(options.run), steps, tests, versions(options.device))
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(options.run / "run.json", folder)
     write_table(load_all(options.run), folder / "results.parquet")
