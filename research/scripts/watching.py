@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import quest_core
+from quest_suites.timing import in_turns
 
 ROUNDS = 40
 
@@ -64,20 +65,14 @@ def main(name: str) -> None:
             watch.step()
         return 1e3 * (time.process_time() - start)  # ms
 
-    for i in range(3):
-        step(i, True)  # `Watch` measures the first step of a training
-        step(i, False)
-    ratios, differences, times = [], [], []
-    for number in range(ROUNDS):
-        turn = {(i, full): step(i, full) for full in (True, False) for i in ((0, 1, 2), (2, 1, 0))[number % 2]}
-        ratios.append(turn[2, True] / turn[1, True])
-        differences.append(turn[1, False] - turn[0, False])
-        times.append(turn[0, True])
-    low, ratio, high = quantiles(ratios, n=4)
-    least, fixed, most = quantiles(differences, n=4)
-    cost = 100 * ((ratio - 1) / 100 + fixed / median(times))
+    steps = {(i, full): lambda _, i=i, full=full: step(i, full) for full in (True, False) for i in range(3)}
+    taken = in_turns(steps, ROUNDS)  # `Watch` measures the first step of a training, which does not count
+    low, ratio, high = quantiles((y / x for x, y in zip(taken[1, True], taken[2, True], strict=True)), n=4)
+    least, fixed, most = quantiles((y - x for x, y in zip(taken[0, False], taken[1, False], strict=True)), n=4)
+    full = median(taken[0, True])
+    cost = 100 * ((ratio - 1) / 100 + fixed / full)
     print(
-        f"| {make.__doc__} | {median(times):.0f} ms | {ratio:.2f} ({low:.2f} to {high:.2f}) | "
+        f"| {make.__doc__} | {full:.0f} ms | {ratio:.2f} ({low:.2f} to {high:.2f}) | "
         f"{fixed:.1f} ms ({least:.1f} to {most:.1f}) | {cost:.2f} % |"
     )
 

@@ -6,7 +6,6 @@ of them alike, and each round gives one ratio for each.
 
 import contextlib
 import functools
-import random
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ import quest_core
 from quest_core.errors import PluginError
 from quest_core.mechanism import count_kv_heads
 from quest_suites.contract import Cell, Progress, Result
-from quest_suites.timing import peak_mib
+from quest_suites.timing import Timer, in_turns, peak_mib
 
 BACK_ENDS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
 ON_CPU = ("flash", "math")
@@ -33,8 +32,6 @@ SMOKE_LENGTH = 64
 
 Attend = Callable[..., Tensor]
 Context = Callable[[], contextlib.AbstractContextManager[object]]
-Timer = Callable[[int], float]
-"""(repeats) -> seconds a call"""
 
 
 def run(cell: Cell, progress: Progress) -> Result:
@@ -155,15 +152,3 @@ def timer(attend: Attend, tensors: list[Tensor], backward: bool, context: Contex
             return float(begin.elapsed_time(end)) / 1e3 / repeats
 
     return seconds
-
-
-def in_turns(timers: dict[str, Timer], rounds: int, slice_seconds: float, seed: int) -> dict[str, list[float]]:
-    """Return the seconds of each contender in each round; a turn lasts about `slice_seconds`."""
-    repeats = {name: max(1, min(1000, int(slice_seconds / max(timed(1), 1e-7)))) for name, timed in timers.items()}
-    order, turn = random.Random(seed), list(timers)
-    found: dict[str, list[float]] = {name: [] for name in timers}
-    for _ in range(rounds):
-        order.shuffle(turn)
-        for name in turn:
-            found[name].append(timers[name](repeats[name]))
-    return found

@@ -31,8 +31,7 @@ from quest_bench.plan import parse_attentions, portable
 from quest_bench.store import commit
 from quest_bench.worker import cores, machine, write_text
 from quest_core.errors import ConfigError, QuestError
-
-from .gpu import Timer, in_turns
+from quest_suites.timing import Timer, in_turns
 
 Attend = Callable[..., Tensor]
 Shape = tuple[int, int, int, int]
@@ -162,9 +161,7 @@ def measure(plan: Plan, threads: int) -> list[Row]:
         timers: dict[str, Timer] = {
             name: partial(_time, attend, make, backward, how) for name, attend in racing.items()
         }
-        for timer in timers.values():
-            timer(2)  # warm up
-        times = in_turns(timers, plan.rounds, plan.slice_seconds, 0)
+        times = in_turns(timers, plan.rounds, plan.slice_seconds)
         base = times.pop(peer)
         ratios = {name: [one / other for one, other in zip(own, base, strict=True)] for name, own in times.items()}
         quartiles = {name: statistics.quantiles(own, n=4, method="inclusive") for name, own in ratios.items()}

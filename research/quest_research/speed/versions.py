@@ -56,32 +56,28 @@ def measure(before: str, after: str, threads: int, rounds: int) -> list[dict[str
     Each row is a cell with the median microseconds of both versions, and the median over the rounds of the time in the
     new version over that in the old one, with the 95 % interval that the order of the rounds gives.
     """
+    from quest_suites.timing import in_turns
+
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     pipes = [
         subprocess.Popen([python, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
         for python in (before, after)
     ]
 
-    def ask(which: int, cell: dict[str, Any], repeats: int | None) -> tuple[float | None, int]:
-        pipe = pipes[which]
-        assert pipe.stdin is not None
-        assert pipe.stdout is not None
+    def ask(pipe: Any, cell: dict[str, Any], repeats: int) -> float:
         pipe.stdin.write(json.dumps({"cell": cell, "repeats": repeats}) + "\n")
         pipe.stdin.flush()
-        seconds, count = json.loads(pipe.stdout.readline())
-        return seconds, count
+        seconds: float = json.loads(pipe.stdout.readline())
+        return seconds
 
     rows = []
     for cell in cells():
-        first, repeats = ask(0, cell, None)
-        if None in (first, ask(1, cell, repeats)[0]):
+        timers = {name: functools.partial(ask, pipe, cell) for name, pipe in zip(("old", "new"), pipes, strict=True)}
+        if None in [timed(1) for timed in timers.values()]:
             continue
-        times: tuple[list[float], list[float]] = ([], [])
-        for number in range(rounds):
-            for which in (0, 1) if number % 2 else (1, 0):
-                times[which].append(ask(which, cell, repeats)[0] or 0.0)
-        low, ratio, high = median([new / old for old, new in zip(*times, strict=True)])
-        old, new = (1e6 * statistics.median(one) for one in times)
+        times = in_turns(timers, rounds, slice_seconds=0.005)
+        low, ratio, high = median([new / old for old, new in zip(times["old"], times["new"], strict=True)])
+        old, new = (1e6 * statistics.median(one) for one in times.values())
         rows.append({**cell, "threads": threads, "before": old, "after": new, "low": low, "ratio": ratio, "high": high})
     for pipe in pipes:
         pipe.communicate()
@@ -174,8 +170,8 @@ KINDS = {"function": function, "module": call, "decode": decode, "training": tra
 
 
 @functools.lru_cache(1)
-def prepared(kind: str, attention: str, shape: tuple[int, int, int, int], backward: bool) -> tuple[Call, int] | None:
-    """Return a warm call, and how often a turn repeats it; None if this version refuses it."""
+def prepared(kind: str, attention: str, shape: tuple[int, int, int, int], backward: bool) -> Call | None:
+    """Return a warm call; None if this version refuses it."""
     torch.manual_seed(0)
     try:
         made = KINDS[kind](attention, shape, backward)
@@ -183,9 +179,7 @@ def prepared(kind: str, attention: str, shape: tuple[int, int, int, int], backwa
     except Exception as error:
         print(f"{kind} {attention} {shape}: {error!r:.200}", file=sys.stderr)
         return None
-    start = time.perf_counter()
-    made()
-    return made, max(1, int(0.005 / (time.perf_counter() - start)))
+    return made
 
 
 def answer() -> None:
@@ -195,16 +189,14 @@ def answer() -> None:
             ctypes.CDLL(None).mallopt(threshold, 2**30)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     for line in sys.stdin:
-        asked = json.loads(line)
-        cell, found, count = asked["cell"], None, 1
-        if ready := prepared(cell["kind"], cell["attention"], tuple(cell["shape"]), cell["backward"]):
-            made, own = ready
-            count = asked["repeats"] or own
+        asked, seconds = json.loads(line), None
+        cell = asked["cell"]
+        if made := prepared(cell["kind"], cell["attention"], tuple(cell["shape"]), cell["backward"]):
             start = time.process_time()
-            for _ in range(count):
+            for _ in range(asked["repeats"]):
                 made()
-            found = (time.process_time() - start) / count
-        print(json.dumps((found, count)), flush=True)
+            seconds = (time.process_time() - start) / asked["repeats"]
+        print(json.dumps(seconds), flush=True)
 
 
 def main(argv: list[str]) -> None:

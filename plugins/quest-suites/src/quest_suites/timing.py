@@ -9,8 +9,10 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,35 @@ from .contract import Cell, Progress, Result
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Step = Callable[[], object]
+Timer = Callable[[int], float]
+"""(repeats) -> seconds a call"""
+Name = TypeVar("Name")
+
+
+def in_turns(
+    timers: Mapping[Name, Timer],
+    rounds: int,
+    slice_seconds: float = 0.0,
+    seed: int = 0,
+    progress: Progress = lambda share, text: None,
+) -> dict[Name, list[float]]:
+    """Return the seconds of each contender in each round; a turn lasts about `slice_seconds`, and at least one call.
+
+    In each round all contenders take their turn, in a random order, so a machine that changes slows all of them alike.
+    Two calls of each before do not count.
+    """
+    repeats: dict[Name, int] = {}
+    for name, timed in timers.items():
+        timed(1)
+        repeats[name] = max(1, min(1000, int(slice_seconds / max(timed(1), 1e-7))))
+    order, turn = random.Random(seed), list(timers)
+    found: dict[Name, list[float]] = {name: [] for name in timers}
+    for number in range(1, rounds + 1):
+        order.shuffle(turn)
+        for name in turn:
+            found[name].append(timers[name](repeats[name]))
+        progress(number / rounds, f"round {number}")
+    return found
 
 
 def against_stock(cell: Cell, progress: Progress, make: Callable[[str | None], Step]) -> Result:
@@ -47,17 +78,13 @@ def training_step(model: nn.Module, loss: Callable[[], Tensor], optimizer: torch
     return step
 
 
-def time_in_turns(
-    stock: Step, own: Step, *, rounds: int, progress: Progress = lambda share, text: None, warm_up: int = 2
-) -> Result:
+def time_in_turns(stock: Step, own: Step, *, rounds: int, progress: Progress = lambda share, text: None) -> Result:
     """Time two steps in turns, and measure the memory of each.
 
-    In each round both steps run once, in a random order, so a change of the machine's load meets both alike. On a CPU
-    the time is that of the processor, on a GPU that of the clock.
+    On a CPU the time is that of the processor, on a GPU that of the clock.
 
     Args:
         stock, own: one step with the host's own attention, and the same with that of the cell.
-        warm_up: rounds before the first timed one.
 
     Returns:
         Metrics ``time of stock`` (the median over the rounds of the ratio), ``least time of stock`` (the ratio of the
@@ -67,20 +94,20 @@ def time_in_turns(
     """
     steps = {"stock": stock, "own": own}
     memory = {name: peak_mib(step) for name, step in steps.items()}
-    taken: dict[str, list[float]] = {"stock": [], "own": []}
     cuda = torch.cuda.is_available()
     clock = time.perf_counter if cuda else time.process_time
     wait: Callable[[], object] = torch.cuda.synchronize if cuda else lambda: None
-    order = random.Random(0)  # does not advance the suite's generator
-    for round_ in range(warm_up + rounds):
-        for name in order.sample(list(steps), len(steps)):
-            wait()
-            started = clock()
-            steps[name]()
-            wait()
-            if round_ >= warm_up:
-                taken[name].append(clock() - started)
-        progress((round_ + 1) / (warm_up + rounds), f"round {round_ + 1}")
+
+    def seconds(step: Step, repeats: int) -> float:
+        wait()
+        started = clock()
+        for _ in range(repeats):
+            step()
+        wait()
+        return (clock() - started) / repeats
+
+    timers = {name: partial(seconds, step) for name, step in steps.items()}
+    taken = in_turns(timers, rounds, progress=progress)
     ratios = [mine / theirs for mine, theirs in zip(taken["own"], taken["stock"], strict=True)]
     metrics = {
         "time of stock": statistics.median(ratios),
