@@ -37,6 +37,7 @@ from torch import Tensor, nn
 import quest_core
 from quest_core.errors import ConfigError
 from quest_core.projections import init_norms
+from quest_suites import cifar
 from quest_suites.contract import Cell, Progress, Result, Trained, at_best_rate, observe, sweep
 
 from .training import Fit, Float16Products, fit
@@ -411,7 +412,7 @@ def load(
 def _sources(folder: Path | None) -> list[Split]:
     """Return the training and the test split of a folder."""
     if folder and any(folder.glob("*.bin")):
-        return _cifar(folder)
+        return [cifar.read(folder / name for name in names) for names in (cifar.TRAIN, cifar.TEST)]
     if folder and (path := folder / "mnist1d.npz").is_file():
         with np.load(path) as file:
             found = {name: torch.from_numpy(file[name]) for name in ("x", "y", "x_test", "y_test")}
@@ -452,17 +453,3 @@ def digits() -> list[Split]:
     images = torch.from_numpy(table[:, :64]).view(-1, 1, 8, 8) / 16
     labels = torch.from_numpy(table[:, 64]).long()
     return [(images[part], labels[part]) for part in (slice(1200), slice(1200, None))]
-
-
-def _cifar(folder: Path) -> list[Split]:
-    sources: list[Split] = []
-    for names in ([f"data_batch_{i}" for i in range(1, 6)], ["test_batch"]):
-        raw = b""
-        for path in (folder / f"{name}.bin" for name in names):
-            size = path.stat().st_size if path.is_file() else 0
-            if not size or size % 3073:
-                raise ConfigError(f"'{path}' is missing or not of CIFAR's binary version (cs.toronto.edu/~kriz)")
-            raw += path.read_bytes()
-        table = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(-1, 3073)  # label, pixels
-        sources.append((table[:, 1:].unflatten(1, (3, 32, 32)), table[:, 0].long()))
-    return sources

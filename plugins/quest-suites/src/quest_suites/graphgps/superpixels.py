@@ -13,6 +13,7 @@ from torch_geometric.data import Data
 from tqdm import tqdm
 
 from quest_core.errors import ConfigError, PluginError
+from quest_suites import cifar
 
 MOST = 150
 """Superpixels of an image at most. The published ones were asked for in numbers that fall from 200 until there are."""
@@ -24,7 +25,6 @@ SIDE = 32
 VALIDATION = 5000
 """The first images of the training batches are the validation split."""
 LARGEST = (50000 - VALIDATION, VALIDATION, 10000)
-BATCHES = [f"data_batch_{i}.bin" for i in range(1, 6)]
 
 
 def superpixel_graphs(sizes: Sequence[int], seed: int, folder: Path) -> list[list[Data]]:
@@ -35,12 +35,12 @@ def superpixel_graphs(sizes: Sequence[int], seed: int, folder: Path) -> list[lis
     if any(size > most for size, most in zip(sizes, LARGEST, strict=True)):
         raise ConfigError(f"{' '.join(map(str, sizes))} graphs; CIFAR10 has at most {' '.join(map(str, LARGEST))}")
     train, validation, test = sizes
-    batches = BATCHES[: -(-(VALIDATION + train) // 10000)]
-    images, labels = (torch.cat(parts) for parts in zip(*(_read(folder / name) for name in batches), strict=True))
+    batches = cifar.TRAIN[: -(-(VALIDATION + train) // 10000)]
+    images, labels = cifar.read(folder / name for name in batches)
     parts = [
         (images[VALIDATION:][:train], labels[VALIDATION:][:train]),
         (images[:validation], labels[:validation]),
-        tuple(x[:test] for x in _read(folder / "test_batch.bin")),
+        tuple(x[:test] for x in cifar.read(folder / name for name in cifar.TEST)),
     ]
     found = [len(labels) for _, labels in parts]
     if found != [*sizes]:
@@ -55,15 +55,6 @@ def superpixel_graphs(sizes: Sequence[int], seed: int, folder: Path) -> list[lis
             return superpixels(image, int(label), generator)
 
         return [[one(image, label) for image, label in zip(*part, strict=True)] for part in parts]
-
-
-def _read(path: Path) -> tuple[Tensor, Tensor]:
-    """A file of CIFAR-10's binary version: images, bytes [B, 3, 32, 32], and their labels [B]."""
-    size = path.stat().st_size if path.is_file() else 0
-    if not size or size % 3073:
-        raise ConfigError(f"'{path}' is missing or not of CIFAR-10's binary version (cs.toronto.edu/~kriz/cifar.html)")
-    table = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).view(-1, 3073)
-    return table[:, 1:].unflatten(1, (3, SIDE, SIDE)), table[:, 0].long()
 
 
 def superpixels(image: Tensor, label: int, generator: torch.Generator) -> Data:
