@@ -6,6 +6,7 @@ import math
 import statistics
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,20 +19,42 @@ from torch import Tensor
 from quest_suites.contract import Cell, Progress, Result
 from quest_suites.timing import DEVICE, Step, against_stock, training_step
 
+SMOKE_ITERATIONS, SMOKE_IMAGES = 4, 8
 
-def train(config: Config, cell: Cell, iterations: int, progress: Progress) -> Runner:
+
+def generated(write: Callable[..., None], cell: Cell) -> Path:
+    """Return a folder with the images of a cell by `write`; they are the same for every attention and seed."""
+    folder = cell.workdir / "scenes"
+    counts = {name: cell.options[f"{name}_images"] for name in ("train", "validation")}
+    write(folder, **(dict.fromkeys(counts, SMOKE_IMAGES) if cell.smoke else counts))
+    return folder
+
+
+def configuration(path: Path, cell: Cell, data: Path | None) -> Config:
+    """Return a config that reads from a folder, with the attention, seed, iterations and batch size of a cell.
+
+    It is that of a model that accepts `attention`, with an IterBasedTrainLoop.
+    """
+    config, count = Config.fromfile(path), cell.options["iterations"]
+    for loader in (config.train_dataloader, config.val_dataloader, config.test_dataloader):
+        loader.dataset.data_root = str(data)
+    config.train_dataloader.batch_size = cell.options["batch_size"]
+    config.train_cfg.max_iters = min(SMOKE_ITERATIONS, count) if cell.smoke else count
+    config.model.attention = cell.attention
+    config.randomness = {"seed": cell.seed}
+    return config
+
+
+def train(config: Config, cell: Cell, progress: Progress) -> Runner:
     """Train with mmengine's Runner and return it, with its model in evaluation mode.
 
-    The config is that of a model that accepts `attention`, with an IterBasedTrainLoop. The Runner continues from the
-    last checkpoint in the cell's workdir.
+    The Runner continues from the last checkpoint in the cell's workdir.
     """
-    config.model.attention = cell.attention
-    config.train_cfg.max_iters = iterations
+    iterations = config.train_cfg.max_iters
     config.train_cfg.val_interval = iterations + 1  # suites evaluate once, at the end
     config.default_hooks.checkpoint = {
         "type": "CheckpointHook", "by_epoch": False, "interval": max(1, iterations // 10), "max_keep_ckpts": 1
     }  # fmt: skip
-    config.randomness = {"seed": cell.seed}
     config.work_dir = str(cell.workdir)
     config.resume = True
     config.experiment_name = f"{cell.workdir.name}-{uuid.uuid4().hex}"  # mmengine requires a unique name per runner

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from mmengine.config import Config
 from mmengine.optim import OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS
 from mmengine.runner.amp import autocast
@@ -14,12 +13,11 @@ from torch import nn
 
 import quest_mmdet
 from quest_suites.contract import Cell, Progress, Result, about
-from quest_suites.mmengine import losses, train
+from quest_suites.mmengine import configuration, generated, losses, train
 
 from . import objects
 
 CONFIG = Path(quest_mmdet.__file__).parent / "configs" / "deformable-detr_laptop_objects-64x64.py"
-SMOKE_ITERATIONS, SMOKE_IMAGES = 4, 8
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -38,22 +36,15 @@ def run_objects(cell: Cell, progress: Progress) -> Result:
     Returns:
         Metrics ``mAP`` and ``mAP50`` in %, and ``largest logit`` of the training; the series ``loss``.
     """
-    options, folder = cell.options, cell.workdir / "objects"
-    images = (SMOKE_IMAGES, SMOKE_IMAGES) if cell.smoke else (options["train_images"], options["validation_images"])
-    objects.write(folder, train=images[0], validation=images[1])  # the same for every attention and seed
-    iterations = min(SMOKE_ITERATIONS, options["iterations"]) if cell.smoke else options["iterations"]
-
-    config = Config.fromfile(CONFIG)
-    for loader in (config.train_dataloader, config.val_dataloader, config.test_dataloader):
-        loader.dataset.data_root = str(folder)
+    folder = generated(objects.write, cell)
+    config = configuration(CONFIG, cell, folder)
     config.val_evaluator.ann_file = config.test_evaluator.ann_file = str(folder / "validation.json")
-    config.train_dataloader.batch_size = options["batch_size"]
-    config.optim_wrapper.optimizer.lr = options["lr"]
-    config.param_scheduler[1].end = iterations
-    if options["precision"] == "bfloat16":
+    config.optim_wrapper.optimizer.lr = cell.options["lr"]
+    config.param_scheduler[1].end = config.train_cfg.max_iters
+    if cell.options["precision"] == "bfloat16":
         config.optim_wrapper.type = "Bfloat16"
     config.custom_hooks = [{"type": "quest_mmdet.WatchAttention", "every": 1 if cell.smoke else 10}]
-    runner = train(config, cell, iterations, progress)
+    runner = train(config, cell, progress)
     found = runner.test()
     logits: list[float] = runner.message_hub.get_scalar("train/max_logit").data[0].tolist()
     return Result(

