@@ -16,10 +16,11 @@ import itertools
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -235,6 +236,30 @@ def sweep(
     return done
 
 
+def sweep_cell(
+    cell: Cell, lowest: float, run: Run, progress: Progress, guess: Callable[[Result], float] = lambda one: math.nan
+) -> dict[str, Trained]:
+    """Return the `sweep` of a cell over its option ``lr``, at as many rates as its option ``rates`` says.
+
+    Args:
+        run: runs the cell at one rate, in a folder of its own; the result has the metric ``accuracy``, and the series
+            ``train_loss`` and ``validation``.
+        guess: returns the accuracy of a run that diverged.
+    """
+
+    def once(rate: float, name: str, progress: Progress) -> Trained:
+        folder = cell.workdir / name
+        folder.mkdir(exist_ok=True)
+        one = run(replace(cell, workdir=folder, options={**cell.options, "lr": rate}), progress)
+        shutil.rmtree(folder)
+        if all(map(math.isfinite, one.series["train_loss"])):
+            return Trained(one.metrics["accuracy"], max(one.series["validation"]), one.series, details=one.details)
+        return Trained(guess(one), guess(one), one.series, diverged=True, details=one.details)
+
+    count = min(cell.options["rates"], 2) if cell.smoke else cell.options["rates"]
+    return sweep(lowest, count, once, progress, keep=cell)
+
+
 def at_best_rate(done: Mapping[str, Trained]) -> Result:
     """Return the result of a `sweep` at the rate that is best in validation, the first of equals that did not diverge.
 
@@ -243,22 +268,12 @@ def at_best_rate(done: Mapping[str, Trained]) -> Result:
         ``diverged``, a number of rates. Series by epoch. If there are several rates, ``accuracy/lr=R`` at each, and the
         names of series end on ``/lr=R`` too. Details ``chosen``, the name of the rate, and those of its training.
     """
-    chosen = _best(done)
-    several = len(done) > 1
-    return Result(
-        {
-            "accuracy": math.nan if done[chosen].diverged else done[chosen].accuracy,
-            **({f"accuracy/{name}": one.accuracy for name, one in done.items()} if several else {}),
-            "validation": done[chosen].validation,
-            "diverged": float(sum(one.diverged for one in done.values())),
-        },
-        {
-            f"{key}/{name}" if several else key: values
-            for name, one in done.items()
-            for key, values in one.series.items()
-        },
-        {"chosen": chosen, **done[chosen].details},
-    )
+    chosen, every = _best(done), over_rates(done)
+    best, several = done[chosen], len(done) > 1
+    metrics = {"accuracy": every.metrics["best accuracy"]}
+    metrics |= {name: every.metrics[name] for name in every.metrics if several and name.startswith("accuracy/")}
+    metrics |= {"validation": best.validation, "diverged": every.metrics["diverged"]}
+    return Result(metrics, every.series if several else best.series, {"chosen": chosen, **best.details})
 
 
 def _best(done: Mapping[str, Trained]) -> str:
@@ -272,8 +287,7 @@ def over_rates(done: Mapping[str, Trained]) -> Result:
     Returns:
         Metrics ``accuracy``, the mean over the rates, and ``accuracy/lr=R`` at each; ``best accuracy``, at the rate
         that is best in validation among those that did not diverge, NaN if all did; ``range``, see `width_of_range`;
-        and ``diverged``, a number of rates. Series with names that end on ``/lr=R``. Details ``rates``, and the names
-        of those that ``diverged``.
+        and ``diverged``, a number of rates. Series with names that end on ``/lr=R``. Details ``diverged``, their names.
     """
     scores, best = {name: one.accuracy for name, one in done.items()}, done[_best(done)]
     return Result(
@@ -285,10 +299,7 @@ def over_rates(done: Mapping[str, Trained]) -> Result:
             "diverged": float(sum(one.diverged for one in done.values())),
         },
         {f"{key}/{name}": values for name, one in done.items() for key, values in one.series.items()},
-        {
-            "rates": [one.rate for one in done.values()],
-            "diverged": [name for name, one in done.items() if one.diverged],
-        },
+        {"diverged": [name for name, one in done.items() if one.diverged]},
     )
 
 

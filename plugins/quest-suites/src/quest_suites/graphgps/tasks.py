@@ -8,11 +8,9 @@ published files; the network is `quest_suites.graphgps.gps`, whose parameters ma
 """
 
 import copy
-import math
-import shutil
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
 from importlib.resources import as_file, files
 from typing import Any
 
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quest_core.errors import ConfigError
-from quest_suites.contract import Cell, Progress, Result, Trained, load_state, observe, over_rates, save_state, sweep
+from quest_suites.contract import Cell, Progress, Result, load_state, observe, over_rates, save_state, sweep_cell
 
 SMOKE_GRAPHS = (24, 8, 8)
 SMOKE_EPOCHS = 2
@@ -154,19 +152,8 @@ def run_rates(cell: Cell, progress: Progress) -> Result:
     Returns:
         What `quest_suites.contract.over_rates` returns, with the curves of `run_graph`.
     """
-
-    def train(rate: float, name: str, progress: Progress) -> Trained:
-        folder = cell.workdir / name
-        folder.mkdir(exist_ok=True)
-        one = run_graph(replace(cell, workdir=folder, options={**cell.options, "lr": rate}), progress, watch=WATCHED)
-        shutil.rmtree(folder)
-        if all(map(math.isfinite, one.series["train_loss"])):
-            return Trained(one.metrics["accuracy"], one.metrics["validation"], one.series)
-        guess = 100 / one.details["classes"]
-        return Trained(guess, guess, one.series, diverged=True)
-
-    rates = min(cell.options["rates"], 2) if cell.smoke else cell.options["rates"]
-    return over_rates(sweep(cell.options["lowest"], rates, train, progress, keep=cell))
+    run = partial(run_graph, watch=WATCHED)
+    return over_rates(sweep_cell(cell, cell.options["lowest"], run, progress, lambda one: 100 / one.details["classes"]))
 
 
 # --- metrics --------------------------------------------------------------------------------------------------------

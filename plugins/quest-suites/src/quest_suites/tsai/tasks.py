@@ -18,9 +18,7 @@ architecture as in the library; tsai's TSTPlus gets NaN there and masks it.
 """
 
 import math
-import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +28,7 @@ from torch import Tensor, nn
 
 from quest_core.errors import ConfigError
 from quest_core.hosts.inject import inject
-from quest_suites.contract import Cell, Progress, Result, Trained, about, at_best_rate, load_state, save_state, sweep
+from quest_suites.contract import Cell, Progress, Result, about, at_best_rate, load_state, save_state, sweep_cell
 
 from .data import find, read
 
@@ -88,18 +86,7 @@ def run_uea(cell: Cell, progress: Progress) -> Result:
             f"several rates need select=validation, which chooses one of them; found: {cell.options['select']}; fix: "
             "leave select out, or --set rates=1"
         )
-
-    def once(rate: float, name: str, progress: Progress) -> Trained:
-        folder = cell.workdir / name
-        folder.mkdir(exist_ok=True)
-        one = train(replace(cell, workdir=folder, options={**cell.options, "lr": rate}), progress)
-        shutil.rmtree(folder)
-        if all(map(math.isfinite, one.series["train_loss"])):
-            return Trained(one.metrics["accuracy"], max(one.series["validation"]), one.series, details=one.details)
-        return Trained(math.nan, math.nan, one.series, diverged=True, details=one.details)
-
-    rates = min(cell.options["rates"], 2) if cell.smoke else cell.options["rates"]
-    return at_best_rate(sweep(cell.options["lr"], rates, once, progress, keep=cell))
+    return at_best_rate(sweep_cell(cell, cell.options["lr"], train, progress))
 
 
 def train(cell: Cell, progress: Progress) -> Result:
