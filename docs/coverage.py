@@ -86,12 +86,11 @@ def judge(build: Callable[[], Any]) -> dict[str, Any]:
     try:
         model = build()
     except QuestError as error:
-        text = " ".join(str(error).split())
-        if "no softmax of q·k" in text:  # a run reached none
+        if "no softmax of q·k" in str(error):  # a run reached none
             return {"outcome": "none"}
-        return {"outcome": "not", "reason": text}
+        return {"outcome": "not", "reason": str(error)}
     except Exception as error:
-        return {"outcome": "not", "reason": f"raw {type(error).__name__}: {' '.join(str(error).split())}"}
+        return {"outcome": "not", "reason": f"raw {type(error).__name__}: {error}"}
     report: Any = getattr(model, "attention_report", None)
     if report is None:
         return {"outcome": "not", "reason": "silent: nothing was replaced and nothing said"}
@@ -160,7 +159,7 @@ def try_transformers(model_type: str) -> dict[str, Any]:
                 return made
             found.append(made)  # these sizes may not fit together, or be too small for a layer with attention
     except Exception as error:
-        return {"outcome": "unbuilt", "reason": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+        return {"outcome": "unbuilt", "reason": f"{type(error).__name__}: {error}"}
     return next((one for one in found if one["outcome"] == "none"), found[0])
 
 
@@ -219,7 +218,7 @@ def try_listed(package: str, name: str) -> dict[str, Any]:
         with restoring(model):
             run_example(model, example)
     except Exception as error:
-        return {"outcome": "unbuilt", "reason": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+        return {"outcome": "unbuilt", "reason": f"{type(error).__name__}: {error}"}
     return judge(lambda: inject(model, "quest", example=example)[0])
 
 
@@ -273,7 +272,8 @@ def attempt(package: str, name: str) -> Row:
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         made = PACKAGES[package].attempt(name)
-    reason = re.sub(r"(https?://\S+|/\S+/\S+)", "…", made.pop("reason", ""))  # no path of this machine
+    reason = " ".join(made.pop("reason", "").split())
+    reason = re.sub(r"(https?://\S+|/\S+/\S+)", "…", reason)  # no path of this machine
     return Row(package, version_of(package), name, **made, reason=reason[:LONGEST])
 
 

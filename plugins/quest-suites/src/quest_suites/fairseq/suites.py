@@ -41,7 +41,6 @@ SUITES: dict[str, dict[str, Any]] = {
         "tasks": ["en-de"],
         "metric": "BLEU",
         "selection": "validation",
-        "higher_is_better": True,
         "also": [{"metric": "validation loss", "higher_is_better": False}],
         "data": "the folder data/task1/raw of: git clone --depth 1 https://github.com/multi30k/dataset",
         "data_files": ["train.en.gz"],

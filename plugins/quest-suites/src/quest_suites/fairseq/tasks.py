@@ -126,24 +126,15 @@ def _train_and_evaluate(
 
     checkpoint = cell.workdir / "checkpoints" / "checkpoint_best.pt"
     progress(0.95, "evaluating")
-    metrics: dict[str, float] = {}
-    for metric, (folder, subset) in places.items():
-        metrics[metric] = perplexity(
-            checkpoint,
-            folder,
-            subset,
-            tokens=int(cfg.task.tokens_per_sample),
-            context=context,
-            post_process=f"{JOINT} " if encode else None,
-            cpu=bool(cfg.common.cpu),
-        )
+    given = ["--tokens-per-sample", str(cfg.task.tokens_per_sample), "--context-window", str(context)]
+    given += ["--post-process", f"{JOINT} "] if encode else []
+    given += ["--cpu"] if cfg.common.cpu else []
+    metrics = {metric: perplexity(checkpoint, *place, given) for metric, place in places.items()}
     trained = torch.load(checkpoint, map_location="cpu", weights_only=False)
     return Result(
         metrics=metrics,
         series=state["series"],
         details={
-            "config": config,
-            "attention": cell.attention,
             "parameters": sum(x.numel() for name, x in trained["model"].items() if not name.endswith(NO_PARAMETERS)),
             "updates": trained["optimizer_history"][-1]["num_updates"],
             "window": {"tokens": int(cfg.task.tokens_per_sample), "context": context},
@@ -217,22 +208,18 @@ def preprocess(
     main(options.get_preprocessing_parser().parse_args(given))
 
 
-def perplexity(
-    checkpoint: Path, data: Path, subset: str, *, tokens: int, context: int, post_process: str | None, cpu: bool
-) -> float:
-    """fairseq-eval-lm: exp of the mean loss per word, over windows of `tokens`, the first `context` unscored.
+def perplexity(checkpoint: Path, data: Path, subset: str, given: Sequence[str]) -> float:
+    """fairseq-eval-lm with `given` words: exp of the mean loss per word.
 
-    With `post_process`, it counts a word that begins in one window and ends in the next as two.
+    With --post-process, it counts a word that begins in one window and ends in the next as two.
     """
     from fairseq_cli.eval_lm import main
 
-    given = [str(data), "--path", str(checkpoint), "--gen-subset", subset, "--sample-break-mode", "none"]
-    given += ["--tokens-per-sample", str(tokens), "--context-window", str(context), "--num-workers", "0"]
     # With the default multiple of 8, fairseq drops the last batch if it is not full.
-    given += ["--batch-size", "32", "--required-batch-size-multiple", "1", "--no-progress-bar", "--log-format", "none"]
-    given += ["--post-process", post_process] if post_process else []
-    given += ["--cpu"] if cpu else []
-    return float(main(parse("eval_lm", given))["perplexity"])
+    fixed = """--sample-break-mode none --num-workers 0 --batch-size 32 --required-batch-size-multiple 1
+        --no-progress-bar --log-format none"""
+    words = [str(data), "--path", str(checkpoint), "--gen-subset", subset, *fixed.split(), *given]
+    return float(main(parse("eval_lm", words))["perplexity"])
 
 
 @contextmanager
