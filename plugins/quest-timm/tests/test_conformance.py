@@ -23,27 +23,25 @@ def explicit():
 
 
 class Images(AdapterConformance, sites=2, refused=("aft-conv",), tolerance=1e-6):
+    """Architectures of `SMALL` sizes on images [B, 3, 16, 16]."""
+
     adapter = TimmAdapter()
+    kind: type
+    options: dict[str, object]
 
     @pytest.mark.parametrize("training", [True, False])
     def test_standard_equals_the_host_without_fused_attention(self, explicit, training):
         self.test_standard_equals_the_host(training)
 
+    def make_model(self):
+        return self.kind(**SMALL, **self.options)
+
     def make_inputs(self):
         return (torch.randn(3, 3, 16, 16),)
 
 
-def lively(model):
-    """Make the weights larger than timm starts them, so that two steps move every parameter."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            torch.nn.init.normal_(module.weight, std=0.2)
-    return model
-
-
 class TestVisionTransformer(Images):
-    def make_model(self):
-        return VisionTransformer(**SMALL, attn_drop_rate=0.2, proj_drop_rate=0.1)
+    kind, options = VisionTransformer, {"attn_drop_rate": 0.2, "proj_drop_rate": 0.1}
 
 
 class TestVisionTransformerWithEverything(Images, variant=True):
@@ -57,21 +55,20 @@ class TestVisionTransformerWithEverything(Images, variant=True):
         )
 
 
+ROTARY = {"use_rot_pos_emb": True, "head_init_scale": 1.0}
+
+
 class TestEva(Images):
-    def make_model(self):
-        return Eva(**SMALL, use_rot_pos_emb=True, attn_drop_rate=0.2, scale_attn_inner=True, head_init_scale=1.0)
+    kind, options = Eva, {**ROTARY, "attn_drop_rate": 0.2, "scale_attn_inner": True}
 
 
 class TestEvaSeparate(Images, variant=True):
     refused = ("aft-simple",)  # its queries do not meet keys, where rotary positions act
-
-    def make_model(self):
-        return Eva(**SMALL, use_rot_pos_emb=True, qkv_fused=False, swiglu_mlp=True, head_init_scale=1.0)
+    kind, options = Eva, {**ROTARY, "qkv_fused": False, "swiglu_mlp": True}
 
 
 class TestRope(Images):
-    def make_model(self):
-        return Eva(**SMALL, use_rot_pos_emb=True, attn_type="rope", rope_rotate_half=True, head_init_scale=1.0)
+    kind, options = Eva, {**ROTARY, "attn_type": "rope", "rope_rotate_half": True}
 
 
 class TestBeit(Images, refused=("linear",)):
@@ -80,18 +77,20 @@ class TestBeit(Images, refused=("linear",)):
 
 
 class TestBeitSharedBias(Images, variant=True, refused=("linear",)):
-    def make_model(self):
-        return Beit(**SMALL, use_shared_rel_pos_bias=True, qkv_bias=False, head_init_scale=1.0)
+    kind, options = Beit, {"use_shared_rel_pos_bias": True, "qkv_bias": False, "head_init_scale": 1.0}
 
 
 class TestSwin(Images, refused=("linear", "elliptical-quest")):
     """The second block shifts its windows, which needs the mask."""
 
     def make_model(self):
-        return lively(SwinTransformer(
+        model = SwinTransformer(
             img_size=16, patch_size=2, embed_dim=16, depths=(2,), num_heads=(4,), window_size=4, num_classes=5,
             attn_drop_rate=0.2, drop_path_rate=0.0,
-        ))  # fmt: skip
+        )  # fmt: skip
+        for layer in (module for module in model.modules() if isinstance(module, torch.nn.Linear)):
+            torch.nn.init.normal_(layer.weight, std=0.2)  # timm's are too small for two steps to move every parameter
+        return model
 
 
 class TestCrossVit(Images, sites=5, refused=("elliptical-quest",)):

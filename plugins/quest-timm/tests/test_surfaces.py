@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 from timm import optim
+from timm.models import create_feature_extractor
 from timm.models.vision_transformer import ParallelScalingBlock
 from timm.utils import ParseKwargs
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -63,6 +64,26 @@ def test_pytorchs_flop_counter_counts_as_stock(name, kernel, attention):
     assert counts[1] == pytest.approx(counts[0], rel=0.01)
 
 
+TRACED = [
+    ("vit_tiny_patch16_224", {"img_size": 32}, "quest"),
+    ("swin_tiny_patch4_window7_224", {"img_size": 32, "window_size": 1}, "quest+sigmoid"),
+    ("eva02_tiny_patch14_224", {"img_size": 28}, "standard"),
+    ("pvt_v2_b0", {}, "quest"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "attention"), TRACED)
+def test_torch_fx_traces_a_model(name, options, attention):
+    """The attention is a leaf, also in traces of timm: timm#1176."""
+    model = timm.create_model(name, num_classes=3, **options).eval()
+    quest_core.inject(model, attention)
+    size = options.get("img_size", 64)
+    images = torch.randn(2, 3, size, size)
+    torch.testing.assert_close(torch.fx.symbolic_trace(model)(images), model(images))
+    found = create_feature_extractor(model, ["head"])(images)
+    torch.testing.assert_close(found["head"], model(images))
+
+
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "maxvit_rmlp_pico_rw_256"])
 def test_features_only(name):
     small = {"img_size": 64} if "vit_" in name[:4] else {}
@@ -92,15 +113,6 @@ def test_a_family_runs_under_tools_that_hook_every_module():
     for module in model.modules():
         module.register_forward_hook(lambda _module, _args, _out: None)
     torch.testing.assert_close(model(x), before)
-
-
-def test_forward_intermediates_and_another_image_size():
-    model = vit(attention="quest", dynamic_img_size=True).eval()
-    _, intermediates = model.forward_intermediates(torch.randn(1, 3, 32, 32), indices=2)
-    assert len(intermediates) == 2
-    assert model(torch.randn(1, 3, 64, 48)).shape == (1, 5)
-    model.set_input_size(img_size=48, patch_size=4)
-    assert model(torch.randn(1, 3, 48, 48)).shape == (1, 5)
 
 
 def test_swin_takes_another_window():
@@ -331,18 +343,13 @@ def norms(model, role):
     return [norm for part in parts for norm in part.projections.norms(part, part.head_sizes, role).tolist()]
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224", "swin_tiny_patch4_window7_224"])
-def test_queries_and_keys_start_as_asked(name):
-    model = timm.create_model(name, attention="quest(init=5, key_init=2)")
-    assert norms(model, "q") == pytest.approx([5] * len(norms(model, "q")))
-    assert norms(model, "k") == pytest.approx([2] * len(norms(model, "k")))
-    assert "queries start with norms 5 to 5" in str(model.attention_report)
-
-
-def test_a_checkpoint_is_not_scaled(tmp_path):
-    trained = vit(attention="quest")
+def test_a_new_model_starts_as_asked_and_a_checkpoint_is_not_scaled(tmp_path):
+    trained = vit(attention="quest(init=5, key_init=2)")
+    assert norms(trained, "q") == pytest.approx([5] * 8)
+    assert norms(trained, "k") == pytest.approx([2] * 8)
+    assert "queries start with norms 5 to 5" in str(trained.attention_report)
     torch.save(trained.state_dict(), tmp_path / "trained.pth")
-    loaded = vit(attention="quest(init=5)", checkpoint_path=str(tmp_path / "trained.pth"))
+    loaded = vit(attention="quest(init=7)", checkpoint_path=str(tmp_path / "trained.pth"))
     assert norms(loaded, "q") == norms(trained, "q")
 
 

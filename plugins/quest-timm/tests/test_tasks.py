@@ -1,17 +1,9 @@
-"""The benchmark suite: the results of a cell, and data that follow from the seed."""
-
-import torch
+"""The benchmark suite: the results of a cell."""
 
 from devtools.cells import HostSuites, check_resume, smoke_cell
 from quest_suites.timm import tasks
 from quest_suites.timm.suites import SUITES
-from quest_suites.timm.tasks import make_batch, run_strokes
-
-
-def test_batches_are_those_of_the_seed():
-    one, other = (make_batch(8, torch.Generator().manual_seed(3)) for _ in range(2))
-    torch.testing.assert_close(one, other)
-    assert one[0].shape == (8, 3, 32, 32)
+from quest_suites.timm.tasks import run_strokes
 
 
 def test_a_stopped_cell_continues(tmp_path, monkeypatch):
