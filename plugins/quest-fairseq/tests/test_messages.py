@@ -17,11 +17,6 @@ LM = ["--task", "language_modeling", "--cpu", "--tokens-per-sample", "24", "--nu
 TRAIN = [*LM, "--optimizer", "adam", "--lr", "0.003", "--batch-size", "8", "--max-update", "1", "--no-save"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("messages")
-
-
 def process(tool, *arguments):
     """What a tool of fairseq prints when it fails in a process of its own, in which no plugin is imported."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "1"}
@@ -33,24 +28,21 @@ def process(tool, *arguments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("message", MESSAGES)
-def test_the_message_is_the_one_in_the_readme(message, tools, lm_data, folder):
-    hydra = [f"task.data={lm_data}", f"hydra.run.dir={folder}", "common.cpu=true"]
+def test_the_message_is_the_one_in_the_readme(message, tools, lm_data, tmp_path):
+    hydra = [f"task.data={lm_data}", f"hydra.run.dir={tmp_path}", "common.cpu=true"]
     yaml = ["--config-dir", f"{USER_DIR}/configs", "--config-name", "pydocs", *hydra]
     stock = ["train", lm_data, "--arch", "transformer_lm", *TRAIN]
     evaluate = ["eval_lm", lm_data, "--cpu", "--num-workers", "0", "--tokens-per-sample", "24", "--path"]
 
     def quest():
-        """The checkpoint of one update, which is made once."""
-        save = folder / "quest"
-        if not save.exists():
-            tools.train(lm_data, "--save-dir", save, arch="quest_transformer_lm", updates=1)
-        return save / "checkpoint_best.pt"
+        tools.train(lm_data, "--save-dir", tmp_path / "quest", arch="quest_transformer_lm", updates=1)
+        return tmp_path / "quest" / "checkpoint_best.pt"
 
     producers = {
         "invalid choice": lambda: process("train", lm_data, "--arch", "quest_transformer_lm", *TRAIN),
         "KeyError": lambda: process(*evaluate, quest()),
         "Unsupported interpolation": lambda: process("hydra_train", *yaml),
-        "Unexpected key(s)": lambda: process(*stock, "--finetune-from-model", quest(), "--save-dir", folder / "other"),
+        "Unexpected key(s)": lambda: process(*stock, "--finetune-from-model", quest(), "--save-dir", tmp_path),
         "unrecognized": lambda: process(*stock, "--attention", "quest"),
     }
     (produce,) = (made for key, made in producers.items() if key in message)

@@ -15,9 +15,10 @@ from fairseq.models import build_model
 from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer_lm import TransformerLanguageModel
 
+from devtools.configs import with_start
 from quest_core.checkpoints import ENTRY, decode
 from quest_fairseq.config import parse
-from quest_suites.fairseq.tasks import configuration
+from quest_suites.fairseq import tasks
 
 ATTENTIONS = ["quest", "aft-local(window=4)", "quest+gqa(kv_heads=2)"]
 
@@ -172,7 +173,7 @@ def test_console_script_with_user_dir_from_the_module(lm_data, tmp_path):
 
 @pytest.mark.parametrize(("size", "parameters"), [("small", 43_759_616), ("medium", 89_583_616)])
 def test_the_papers_models_have_the_papers_size(size, parameters):
-    cfg = configuration(f"wikitext103-{size}")
+    cfg = tasks.configuration(f"wikitext103-{size}")
     symbols = dictionary(0)
     symbols.symbols += [f"{i}" for i in range(267_744 - len(symbols))]
     symbols.count += [1] * (len(symbols.symbols) - len(symbols.count))
@@ -188,7 +189,7 @@ SHIPPED = [("pydocs", 8), ("wikitext103-small", 96), ("wikitext103-medium", 56),
 
 @pytest.mark.parametrize(("name", "total"), SHIPPED)
 def test_shipped_yamls_keep_the_sequences_an_update(name, total, monkeypatch):
-    cfg = configuration(name)
+    cfg = tasks.configuration(name)
     for processes in (1, 2, 4, 8):
         cfg.distributed_training.distributed_world_size, cfg.optimization.update_freq = processes, [1]
         if total % processes:
@@ -204,7 +205,22 @@ def test_shipped_yamls_keep_the_sequences_an_update(name, total, monkeypatch):
         with pytest.raises(Exception, match="which must be one number"):
             _ = cfg.dataset.batch_size
     monkeypatch.setenv("WORLD_SIZE", "4")  # of torchrun, which comes first
-    assert configuration(name).dataset.batch_size * 4 == total
+    assert tasks.configuration(name).dataset.batch_size * 4 == total
+
+
+OFFERED = sorted((Path(USER_DIR) / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", OFFERED, ids=lambda path: path.stem)
+def test_the_start_that_a_yaml_offers_in_a_comment_is_one_that_fairseq_takes(path, tmp_path, monkeypatch):
+    (tmp_path / path.name).write_text(with_start(path))
+    monkeypatch.setattr(tasks, "CONFIGS", tmp_path)
+    words = dictionary()
+    task = SimpleNamespace(source_dictionary=words, target_dictionary=words, dictionary=words, output_dictionary=words)
+    report = build_model(tasks.configuration(path.stem).model, task).attention_report
+    assert report.attention == "quest(init=12.0)"
+    for replacement in report.replacements:
+        assert replacement.query_norms == pytest.approx([12] * len(replacement.query_norms), rel=1e-4)
 
 
 def test_learned_positions_are_as_many_as_the_model_has():

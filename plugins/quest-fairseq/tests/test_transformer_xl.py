@@ -12,7 +12,7 @@ from transformers.models.transfo_xl import TransfoXLConfig, TransfoXLLMHeadModel
 import quest_core
 from quest_core.testing import AdapterConformance
 from quest_fairseq import FairseqAdapter
-from quest_fairseq.transformer_xl import RelativeAttention, shift
+from quest_fairseq.transformer_xl import RelativeAttention
 from quest_suites.fairseq.tasks import configuration
 
 SIZES = {"d_model": 16, "d_embed": 16, "n_head": 4, "d_head": 4, "d_inner": 32, "n_layer": 2}
@@ -96,15 +96,6 @@ def test_every_logit_is_bounded_by_the_queries():
     bound = (q + layer.r_w_bias[:, None]).norm(dim=-1) + (q + layer.r_r_bias[:, None]).norm(dim=-1)
     seen = torch.ones(5, 5, dtype=torch.bool).tril()
     assert (logits.abs() <= bound[..., None] + 1e-5)[..., seen].all()
-
-
-def test_shift_puts_distances_where_their_keys_are():
-    n, m = 3, 5
-    distances = (m - 1 - torch.arange(m)).expand(1, 1, n, m).double()
-    moved = shift(distances)[0, 0]
-    for i in range(n):
-        for j in range(m - n + i + 1):
-            assert moved[i, j] == m - n + i - j
 
 
 def test_the_papers_model_has_the_papers_size():
