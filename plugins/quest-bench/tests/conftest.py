@@ -1,13 +1,11 @@
 """A small plugin with one suite, installed by writing its files."""
 
 import sys
-from collections.abc import Sequence
 
 import pytest
 
 from quest_bench import cli, store, worker
 from quest_bench.run import Outcome, Runner
-from quest_suites.contract import Cell
 
 SUITES = """
 SUITES = {
@@ -28,8 +26,7 @@ SUITES = {
         },
         "options": [
             {"name": "mode", "kind": "str", "default": "ok", "doc": "what happens",
-             "choices": ("ok", "fail", "nothing", "text", "hang", "die", "flaky", "slow", "data", "crash", "memory",
-                         "lost")},
+             "choices": ("ok", "fail", "nothing", "text", "hang", "die", "flaky", "slow", "data", "memory", "lost")},
             {"name": "scale", "kind": "float", "default": 1.0, "doc": "factor", "minimum": 0.0, "nullable": True},
             {"name": "steps", "kind": "int", "default": 3, "doc": "length of the series", "minimum": 1},
             {"name": "fast", "kind": "bool", "default": False, "doc": "a switch"},
@@ -82,8 +79,6 @@ def run(cell, progress):
     if mode == "data":
         for name in ("raw", "processed"):
             (cell.data / name).mkdir(exist_ok=True)
-    if mode == "crash" and cell.attention == "quest" and cell.seed not in (1, 2, 3):
-        raise ValueError(f"seed {cell.seed} crashed")
     score = 10.0 * (cell.options["scale"] or 0) + cell.seed + (5 + 0.1 * cell.seed) * (cell.attention == "quest")
     for step in range(cell.options["steps"]):
         progress((step + 1) / cell.options["steps"], f"step {step}")
@@ -151,31 +146,37 @@ def wide(monkeypatch):
     monkeypatch.setattr(cli.console, "width", 240)
 
 
-def _run(runner: Runner, cells: Sequence[Cell]) -> Outcome:
-    """Run cells in this process, in place of `Runner.run`."""
-    outcome = Outcome()
-    for cell in cells:
-        if store.state(cell) == "done":
-            continue
-        folder = cell.workdir.parent
-        (folder / "error.txt").unlink(missing_ok=True)
-        try:
-            worker.run(folder / "cell.json", lambda message: None)
-            outcome.done.append(cell)
-        except Exception as error:
-            store.fail(folder, worker.describe_error(error))
-            outcome.failed.append(cell)
-    return outcome
-
-
-@pytest.fixture
-def run_inside():
-    """Return what takes the place of `Runner.run` in `inside`, so that a part of a test can do without processes."""
-    return _run
-
-
 @pytest.fixture
 def inside(fake, monkeypatch):
     """As `fake`, with cells that run in this process, for tests in which a process each is not the point."""
-    monkeypatch.setattr(Runner, "run", _run)
+
+    def run(runner, cells):
+        outcome = Outcome()
+        for cell in cells:
+            if store.state(cell) == "done":
+                continue
+            folder = cell.workdir.parent
+            (folder / "error.txt").unlink(missing_ok=True)
+            try:
+                worker.run(folder / "cell.json", lambda message: None)
+                outcome.done.append(cell)
+            except Exception as error:
+                store.fail(folder, worker.describe_error(error))
+                outcome.failed.append(cell)
+        return outcome
+
+    monkeypatch.setattr(Runner, "run", run)
     return fake
+
+
+@pytest.fixture
+def bench(capfd):
+    """A function that runs `quest bench` with words, and returns what it printed; its errors if the status is 2."""
+
+    def run(*words, status=0):
+        capfd.readouterr()
+        assert cli.app_main([*words]) == status
+        out, errors = capfd.readouterr()
+        return errors if status == 2 else out
+
+    return run

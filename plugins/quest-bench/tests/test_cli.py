@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from quest_bench import cli
-from quest_bench.cli import app_main
 
 
 @pytest.mark.parametrize(
@@ -25,9 +24,8 @@ from quest_bench.cli import app_main
         (["report", "."], [". holds no results"]),
     ],
 )
-def test_errors_are_one_red_line(fake, capfd, arguments, words):
-    assert app_main(arguments) == 2
-    error = capfd.readouterr().err
+def test_errors_are_one_red_line(fake, bench, arguments, words):
+    error = bench(*arguments, status=2)
     assert error.startswith("error: ")
     assert len(error.strip().splitlines()) == 1
     for word in words:
@@ -35,25 +33,23 @@ def test_errors_are_one_red_line(fake, capfd, arguments, words):
     assert not Path("runs").exists()
 
 
-def test_wrong_usage_is_2_and_help_teaches(fake, capfd):
-    assert [app_main(["run"]), app_main(["rum"]), app_main(["run", "--help"])] == [2, 2, 0]
-    assert "--attention standard,quest --seeds 0-4" in capfd.readouterr().out
+def test_wrong_usage_is_2_and_help_teaches(fake, bench):
+    for wrong in ("run", "rum"):
+        bench(wrong, status=2)
+    assert "--attention standard,quest --seeds 0-4" in bench("run", "--help")
 
 
-def test_ls_shows_suites_and_broken_plugins(fake, capfd, monkeypatch):
+def test_ls_shows_suites_and_broken_plugins(fake, bench, monkeypatch):
     monkeypatch.setattr(cli.console, "width", 80)
-    assert app_main(["ls"]) == 0
-    shown = capfd.readouterr().out
+    shown = bench("ls")
     assert "fake/suite" in shown
     assert "--set steps=3" not in shown
     assert re.search(r"^fake/suite .* fake: ok", shown, re.MULTILINE)  # one line per suite
-    assert app_main(["ls", "fake/suite"]) == 0
-    assert "fake/suite" in (one := capfd.readouterr().out)
+    one = bench("ls", "fake/suite")
+    assert "fake/suite" in one
     assert "--set steps=3" in one
     assert "toy/spurious" not in one
-    assert app_main(["ls", "fake/siute"]) == 2
-    assert "did you mean 'fake/suite'" in capfd.readouterr().err
+    assert "did you mean 'fake/suite'" in bench("ls", "fake/siute", status=2)
     (fake.parent / "site" / "fakebench" / "suites.py").write_text("1 / 0")
     monkeypatch.delitem(sys.modules, "fakebench.suites")
-    assert app_main(["ls"]) == 0
-    assert "plugin 'fake' is broken" in capfd.readouterr().out
+    assert "plugin 'fake' is broken" in bench("ls")

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_report import write_results
 
 from quest_bench import worker
 from quest_bench.cli import app_main
@@ -66,10 +67,9 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
 
 
-def test_run_resume_and_extend(fake, capfd):
+def test_run_resume_and_extend(fake, bench):
     command = ["run", "fake/suite/one", "--attention", "quest", "--out", "out", "--seeds"]
-    assert app_main([*command, "0"]) == 0
-    assert "1 cell: 1 task × 1 attention × 1 seed" in capfd.readouterr().out
+    assert "1 cell: 1 task × 1 attention × 1 seed" in bench(*command, "0")
     first = results(Path("out"))
     (cell,) = load_all(Path("out"))
     assert cell.result["metrics"] == {"score": 15.0, "limit": math.inf}
@@ -80,10 +80,9 @@ def test_run_resume_and_extend(fake, capfd):
     assert "printed by the suite" in log
     assert "printed by a child" in log
 
-    assert app_main([*command, "0"]) == 0
-    assert "1 finished earlier and are kept, 0 to run" in capfd.readouterr().out
+    assert "1 finished earlier and are kept, 0 to run" in bench(*command, "0")
     assert results(Path("out")) == first
-    assert app_main([*command, "0-1"]) == 0
+    bench(*command, "0-1")
     grown = results(Path("out"))
     assert len(grown) == 2
     assert first.items() <= grown.items()
@@ -109,40 +108,25 @@ class Cubed(Score):
 """
 
 
-@pytest.mark.slow
-def test_a_mechanism_of_another_distribution_is_measured_like_ours(fake, installed, tmp_path):
-    (tmp_path / "site" / "quest_cubed.py").write_text(SCORE)
-    installed("quest-cubed", "3.4", "[quest.attention]\ncubed = quest_cubed\n")
-    with temporary():
-        packages.cache_clear()
-        toy = ["run", "toy/spurious", "--attention", "standard,cubed", "--seeds", "0", "--smoke", "--out", "out"]
-        assert app_main(toy) == 0
-    standard, cubed = sorted(load_all(Path("out")), key=lambda cell: cell.spec["attention"] == "cubed")
-    assert standard.result["series"] != cubed.result["series"]
-    assert "quest-cubed" not in standard.result["versions"]
-    assert cubed.result["versions"]["quest-cubed"] == "3.4"
-
-
-def test_the_example_of_a_suite_runs_on_files(inside, installed, tmp_path):
+def test_the_example_of_a_suite_runs_on_files(inside, installed, bench, tmp_path):
     example = Path(__file__).parents[3] / "examples" / "own_suite"
     shutil.copytree(example / "own_suite", tmp_path / "site" / "own_suite")
     tables = (example / "pyproject.toml").read_text().split("[project.entry-points.")[1:]
     installed("own-suite", "0.1", "".join(f"[{x.partition('[tool')[0]}".replace('"', "") for x in tables))
     command = ["run", "own/csv", "--attention", "standard,quest", "--seeds", "0", "--smoke", "--out", "out"]
-    assert app_main(command) != 0  # without data
+    bench(*command, status=2)  # without data
     data = tmp_path / "data"
     data.mkdir()
     for name in ("train.csv", "test.csv"):
         (data / name).write_text("".join(f"{i % 2},{i},{-i},{i % 3},0.5\n" for i in range(40)))
-    assert app_main([*command, "--data", str(data)]) == 0
-    cells = load_all(Path("out"))
-    assert [0 <= cell.result["metrics"]["accuracy"] <= 100 for cell in cells] == [True, True]
+    bench(*command, "--data", str(data))
+    assert [0 <= cell.result["metrics"]["accuracy"] <= 100 for cell in load_all(Path("out"))] == [True, True]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["quest_power/__init__.py", "quest_power/later.py", "quest_power.py"])
-def test_a_changed_mechanism_of_a_checkout_is_another_commit(fake, installed, tmp_path, file):
-    """Also if the change is in a file that git does not know yet."""
+def test_a_changed_mechanism_of_a_checkout_is_another_commit(fake, installed, bench, tmp_path, file):
+    """It is measured like ours. The change may be in a file that git does not know yet."""
     site = tmp_path / "site"
     begun = site / (file if file.endswith("power.py") else "quest_power/__init__.py")
     begun.parent.mkdir(exist_ok=True)
@@ -165,15 +149,16 @@ def test_a_changed_mechanism_of_a_checkout_is_another_commit(fake, installed, tm
     installed("quest-power", "3.4", f"[quest.attention]\ncubed = {module}\n")
     with temporary():
         packages.cache_clear()
-        command = [*RUN, "--attention", "cubed"]
-        assert app_main(command) == 0
-        (one,) = load_all(Path("out"))
-        assert one.result["commits"]["quest-power"] == now
+        command = [*RUN, "--attention", "standard,cubed"]
+        bench(*command)
+        standard, cubed = sorted(load_all(Path("out")), key=lambda cell: cell.spec["attention"] == "cubed")
+        assert (cubed.result["commits"]["quest-power"], cubed.result["versions"]["quest-power"]) == (now, "3.4")
+        assert "quest-power" not in standard.result["versions"]
         (site / file).write_text(SCORE)
-        assert app_main([*command, "--seeds", "0-1"]) == 0
+        bench(*command, "--seeds", "0-1")
     for name in [name for name in sys.modules if name.startswith("quest_power")]:
         del sys.modules[name]
-    assert app_main(["report", "out"]) == 0
+    bench("report", "out")
     assert "> Mixed commit of quest-power: " in Path("out/report.md").read_text()
 
 
@@ -187,55 +172,49 @@ def test_a_terminal_sees_bars(fake):
     assert "1 of 1" in done.stdout
 
 
-def test_other_option_values_in_the_same_folder_are_refused_but_sweeps_grow(inside, capfd):
-    assert app_main(RUN) == 0
-    capfd.readouterr()
-    assert app_main([*RUN, "--set", "steps=5"]) == 2
-    error = capfd.readouterr().err
+def test_other_option_values_in_the_same_folder_are_refused_but_sweeps_grow(inside, bench):
+    bench(*RUN)
+    error = bench(*RUN, "--set", "steps=5", status=2)
     assert "out was run with --set steps 3, and this command says 5" in error
     assert "sweep: steps=3,5" in error.replace("--set ", "")
-    assert app_main([*RUN, "--smoke"]) == 2
-    assert "--smoke" in capfd.readouterr().err
-    assert app_main([*RUN, "--set", "steps=3,5"]) == 0
+    assert "--smoke" in bench(*RUN, "--smoke", status=2)
+    bench(*RUN, "--set", "steps=3,5")
     assert len(results(Path("out"))) == 2
-    assert app_main([*RUN, "--set", "steps=5"]) == 0
+    bench(*RUN, "--set", "steps=5")
 
 
-def test_failed_cells_are_shown_and_tried_again(inside, capfd):
+def test_failed_cells_are_shown_and_tried_again(inside, bench):
     command = [*RUN, "--seeds", "0-1", "--set", "mode=flaky"]
-    assert app_main(command) == 1
-    shown = capfd.readouterr().out
-    assert "1 failed: ValueError: the first try fails  (first: out/cells/" in shown
+    assert "1 failed: ValueError: the first try fails  (first: out/cells/" in bench(*command, status=1)
     failed = [c for c in load_all(Path("out")) if c.state == "failed"]
     assert [c.spec["seed"] for c in failed] == [1]
     before = results(Path("out"))
-    assert app_main(command) == 0
-    assert "1 failed earlier and are tried again" in capfd.readouterr().out
+    assert "1 failed earlier and are tried again" in bench(*command)
     assert before.items() <= results(Path("out")).items()
     cells = {cell.spec["seed"]: cell for cell in load_all(Path("out"))}
     assert {cell.state for cell in cells.values()} == {"done"}
     assert cells[0].result["seconds"] > 0
     assert math.isnan(cells[1].result["seconds"])  # those of its last part would pass for a fast cell
-    assert app_main(["report", "out"]) == 0
-    assert app_main(["compare", "out", "out"]) == 0
+    bench("report", "out")
+    bench("compare", "out", "out")
 
 
-def test_a_worker_that_dies_is_a_failed_cell(fake):
-    assert app_main([*RUN, "--set", "mode=die"]) == 1
+def test_a_worker_that_dies_is_a_failed_cell(fake, bench):
+    bench(*RUN, "--set", "mode=die", status=1)
     (cell,) = load_all(Path("out"))
     assert "SIGKILL" in str(cell.error)
     assert results(Path("out")) == {}
 
 
-def test_a_training_whose_loss_ends_on_no_number_has_diverged(inside):
+def test_a_training_whose_loss_ends_on_no_number_has_diverged(inside, bench):
     """A model of NaN still guesses a class, so its accuracy is a number."""
-    app_main([*RUN, "--set", "mode=lost"])
+    bench(*RUN, "--set", "mode=lost")
     (cell,) = load_all(Path("out"))
     assert math.isnan(cell.result["metrics"]["score"])
 
 
-def test_a_cell_that_returns_no_number_or_has_no_memory_has_failed(inside):
-    assert app_main([*RUN, "--set", "mode=nothing,text,memory"]) == 1
+def test_a_cell_that_returns_no_number_or_has_no_memory_has_failed(inside, bench):
+    bench(*RUN, "--set", "mode=nothing,text,memory", status=1)
     errors = {c.spec["options"]["mode"]: c.error for c in load_all(Path("out"))}
     assert "returned no 'score'" in str(errors["nothing"])
     assert errors["text"] == "TypeError: metric 'score' is 'about 10.0', which is not a number\n"
@@ -252,7 +231,7 @@ def test_a_cell_that_returns_no_number_or_has_no_memory_has_failed(inside):
         (signal.SIGKILL, -signal.SIGKILL, ""),
     ],
 )
-def test_stopping_leaves_no_half_result_and_no_worker(fake, stop, status, words, capfd):
+def test_stopping_leaves_no_half_result_and_no_worker(fake, stop, status, words, bench):
     # A shell that starts its jobs in the background lets them ignore SIGINT, and what they start inherits that.
     code = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     code += "; runpy.run_module('quest_bench.cli', run_name='__main__', alter_sys=True)"
@@ -271,10 +250,9 @@ def test_stopping_leaves_no_half_result_and_no_worker(fake, stop, status, words,
     _until(lambda: not any(map(_alive, _pids())))
     assert list(Path("out").glob("cells/*/result.json")) == []
     assert list(Path("out").glob("cells/*/*.tmp")) == []
-    assert app_main(["status", "out"]) == 0
-    assert "0 done, 0 running, 0 failed, 4 unfinished" in capfd.readouterr().out  # also those that never began
+    assert "0 done, 0 running, 0 failed, 4 unfinished" in bench("status", "out")  # also those that never began
     assert decode(Path("out/run.json").read_text())["runs"][0]["interrupted"]
-    assert app_main(RUN) == 0  # nothing is finished, so other settings are welcome
+    bench(*RUN)  # nothing is finished, so other settings are welcome
 
 
 def _pids():
@@ -344,103 +322,91 @@ def _tree(root):
     return found
 
 
-def test_the_command_that_resumes_names_the_same_folder(fake, monkeypatch, capfd):
+def test_the_command_that_resumes_names_the_same_folder(fake, monkeypatch, bench):
     """A shell leaves a quoted ~ as it is, so the printed command has the real path and the recorded one is expanded."""
     monkeypatch.setenv("HOME", str(fake))
     monkeypatch.setattr(Runner, "run", lambda *_: Outcome(stopped=signal.SIGTERM))
     out = fake / "my runs" / "x"
     command = ["run", "fake/suite/one", "--attention", "standard", "--seeds", "0"]
-    assert app_main([*command, "--out", str(out)]) == 128 + signal.SIGTERM
-    shown = capfd.readouterr().out.splitlines()[-1]
-    assert shlex.split(shown) == ["quest", "bench", *command, "--out", str(out)]
+    shown = bench(*command, "--out", str(out), status=128 + signal.SIGTERM).splitlines()
+    assert shlex.split(shown[-1]) == ["quest", "bench", *command, "--out", str(out)]
     recorded = decode((out / "run.json").read_text())["runs"][0]["command"]
     assert recorded == shlex.join(["quest", "bench", *command, "--out", "~/my runs/x"])
-    assert app_main(shlex.split(recorded)[2:]) == 128 + signal.SIGTERM
+    bench(*shlex.split(recorded)[2:], status=128 + signal.SIGTERM)
     assert len(decode((out / "run.json").read_text())["runs"]) == 2
-    assert app_main(["report", "~/none"]) == 2
-    assert f"{fake}/none does not exist" in capfd.readouterr().err
+    assert f"{fake}/none does not exist" in bench("report", "~/none", status=2)
     assert portable([f"--python=tsai={fake}/python", f"{fake}/a=b"]) == "'--python=tsai=~/python' '~/a=b'"
 
 
-def test_names_of_any_script_and_length_are_cells(inside):
+def test_names_of_any_script_and_length_are_cells(inside, bench):
     (inside / "data").mkdir()
     name = "日本語の学習データ" * 8
     (inside / "data" / f"{name}.txt").write_text("3")
-    command = ["run", f"fake/suite/{name}", "--data", "data", "--attention", "standard,quest", "--seeds", "0"]
-    assert app_main([*command, "--out", "out"]) == 0
+    bench("run", f"fake/suite/{name}", *RUN[2:], "--data", "data")
     assert {cell.spec["task"] for cell in load_all(Path("out"))} == {name}
-    assert app_main(["report", "out"]) == 0
+    bench("report", "out")
     assert name in Path("out/report.md").read_text()
 
 
-def test_a_hung_cell_times_out(fake):
+def test_a_hung_cell_times_out(fake, bench):
     """The time counts from the start of its process, so that an import may hang too."""
-    assert app_main([*RUN, "--seeds", "0-1", "--set", "mode=hang", "--timeout", "1"]) == 1
+    bench(*RUN, "--seeds", "0-1", "--set", "mode=hang", "--timeout", "1", status=1)
     states = [(cell.state, cell.error) for cell in load_all(Path("out"))]
     assert states == 2 * [("failed", "timed out after 1 s (--timeout)\n")]
 
 
 @pytest.mark.slow
-def test_a_good_cell_finishes_beside_a_hung_one(fake):
-    assert app_main([*RUN, "--set", "mode=hang,ok", "--jobs", "2", "--timeout", "30"]) == 1
+def test_a_good_cell_finishes_beside_a_hung_one(fake, bench):
+    bench(*RUN, "--set", "mode=hang,ok", "--jobs", "2", "--timeout", "30", status=1)
     states = {cell.spec["options"]["mode"]: (cell.state, cell.error) for cell in load_all(Path("out"))}
     assert states == {"hang": ("failed", "timed out after 30 s (--timeout)\n"), "ok": ("done", None)}
 
 
-def test_a_torn_or_foreign_file_is_named_and_runs_again_once_it_is_deleted(inside, capfd):
+def test_a_torn_or_foreign_file_is_named_and_runs_again_once_it_is_deleted(inside, bench):
     command = [*RUN, "--seeds", "0-1"]
-    assert app_main(command) == 0
+    bench(*command)
     torn = next(Path("out").glob("cells/*/result.json"))
     torn.write_text(torn.read_text()[:50])
-    assert app_main(["status", "out"]) == 0
-    shown = capfd.readouterr().out
+    shown = bench("status", "out")
     assert "1 done, 0 running, 1 failed" in shown
     assert "1 failed: result.json is torn" in shown
     torn.write_text('{"series": {}}')
-    assert app_main(["report", "out"]) == 0
+    bench("report", "out")
     assert "result.json is not a file of quest-bench, because it lacks metrics, device; delete it" in (
         Path("out/report.md").read_text()
     )
     torn.unlink()
-    assert app_main(command) == 0
+    bench(*command)
     assert all(c.state == "done" for c in load_all(Path("out")))
     cell = torn.with_name("cell.json")
     cell.write_text(cell.read_text()[:50])
-    assert app_main(["status", "out"]) == 2
-    assert f"error: {cell} is torn" in capfd.readouterr().err
+    assert f"error: {cell} is torn" in bench("status", "out", status=2)
     cell.unlink()
-    assert app_main(command) == 0
+    bench(*command)
     assert len(load_all(Path("out"))) == 2
-    assert app_main(["report", "out"]) == 0
-    Path("out/run.json").write_text("{}")
-    assert app_main(["report", "out"]) == 2
-    assert "error: out/run.json is not a file of quest-bench, because it lacks runs" in capfd.readouterr().err
-    Path("out/run.json").write_text('{"runs": [')
-    assert app_main(["report", "out"]) == 2
-    error = capfd.readouterr().err
+    bench("report", "out")
+    run, table = Path("out/run.json"), Path("out/results.parquet")
+    run.write_text("{}")
+    said = "error: out/run.json is not a file of quest-bench, because it lacks runs"
+    assert said in bench("report", "out", status=2)
+    run.write_text('{"runs": [')
+    error = bench("report", "out", status=2)
     assert error.startswith("error: out/run.json is torn")
     assert len(error.strip().splitlines()) == 1
-    Path("out/run.json").unlink()
+    run.unlink()
     shutil.rmtree("out/cells")
-    table = Path("out/results.parquet")
     table.write_bytes(table.read_bytes()[:-100])
-    assert app_main(["report", "out"]) == 2
-    assert capfd.readouterr().err.startswith("error: out/results.parquet cannot be read")
+    assert bench("report", "out", status=2).startswith("error: out/results.parquet cannot be read")
 
 
-def test_a_cell_that_another_command_runs_is_left_to_it(fake, run_inside, monkeypatch, capfd):
-    command = [*RUN, "--seeds", "0-1"]
-    with monkeypatch.context() as patch:
-        patch.setattr(Runner, "run", run_inside)
-        assert app_main(command) == 0
+def test_a_cell_that_another_command_runs_is_left_to_it(fake, bench):
+    write_results(Path("out"), [], {"standard": [50.0, 52.0]})
     (path,) = Path("out").glob("cells/*seed0*/result.json")
     path.unlink()
     with path.with_name("claim").open("w") as claim:
         fcntl.flock(claim, fcntl.LOCK_EX)
-        assert app_main(command) == 0
-        assert "1 cells are left to another command" in capfd.readouterr().out
-        assert app_main(["status", "out"]) == 0
-        assert "1 done, 1 running, 0 failed, 0 unfinished" in capfd.readouterr().out
+        assert "1 cells are left to another command" in bench(*RUN, "--seeds", "0-1")
+        assert "1 done, 1 running, 0 failed, 0 unfinished" in bench("status", "out")
     assert not path.exists()
 
 
@@ -452,19 +418,17 @@ def test_a_cell_that_another_command_runs_is_left_to_it(fake, run_inside, monkey
     ],
 )
 def test_a_disk_that_cannot_be_written_is_one_line_with_the_file_and_keeps_the_old_ones(
-    inside, monkeypatch, capfd, code, words
+    inside, monkeypatch, bench, code, words
 ):
     def full(*_):
         raise OSError(code, os.strerror(code))
 
-    assert app_main(RUN) == 0
-    assert app_main(["report", "out"]) == 0
+    bench(*RUN)
+    bench("report", "out")
     before = {path: path.read_bytes() for path in Path("out").glob("**/*") if path.is_file()}
-    capfd.readouterr()
     monkeypatch.setattr(os, "fsync", full)
     for command, name in ((["report", "out"], ".png"), ([*RUN, "--seeds", "0-1"], "out/run.json")):
-        assert app_main(command) == 2
-        error = capfd.readouterr().err
+        error = bench(*command, status=2)
         assert f"{name}: {words}, then run the same command again" in error
         assert len(error.strip().splitlines()) == 1
     assert {path: path.read_bytes() for path in before} == before
@@ -472,75 +436,66 @@ def test_a_disk_that_cannot_be_written_is_one_line_with_the_file_and_keeps_the_o
 
 
 @pytest.mark.slow
-def test_a_full_disk_in_a_worker_fails_the_cell_and_resumes(fake):
+def test_a_full_disk_in_a_worker_fails_the_cell_and_resumes(fake, bench):
     """Neither the result nor the log can be written, as on a disk that is full."""
     tasks = fake.parent / "site" / "fakebench" / "tasks.py"
     good = tasks.read_text()
     tasks.write_text("import os, errno, traceback\n\ndef full(*_):\n    raise OSError(errno.ENOSPC, 'No space left "
                      f"on device')\n\nos.fsync = traceback.print_exc = full\n{good}")  # fmt: skip
-    assert app_main(RUN) == 1
+    bench(*RUN, status=1)
     (cell,) = load_all(Path("out"))
     assert "No space left on device; free some space" in cell.error
     tasks.write_text(good)
-    assert app_main(RUN) == 0
+    bench(*RUN)
 
 
-def test_a_cell_that_another_commit_began_starts_again(inside, capfd):
+def test_a_cell_that_another_commit_began_starts_again(inside, bench):
     command = [*RUN, "--set", "mode=flaky,fail"]
-    assert app_main(command) == 1
+    bench(*command, status=1)
     cell = next(path.parent for path in Path("out").glob("cells/*/error.txt"))
     (cell / "work" / "half").touch()
     begun = decode((cell / "origin.json").read_text())
-    assert app_main(command) == 1
+    bench(*command, status=1)
     assert (cell / "work" / "half").is_file()
     for other in (json.dumps({**begun, "versions": {"fakebench": "1.1"}}), '{"versions"'):
         (cell / "work" / "half").touch()
         (cell / "origin.json").write_text(other)
-        assert app_main(command) == 1
+        assert "another commit or version began this cell" in bench(*command, status=1)
         assert not (cell / "work" / "half").exists()
-        assert "another commit or version began this cell" in capfd.readouterr().out
 
 
-def test_data_counts_by_its_content(inside, capfd):
+def test_data_counts_by_its_content(inside, bench):
     for name in ("a", "b"):
         (inside / name).mkdir()
         (inside / name / "three.txt").write_text("3")
-    command = ["run", "fake/suite", "--attention", "standard", "--seeds", "0", "--set", "mode=data", "--out", "out"]
-    assert app_main([*command, "--data", "a"]) == 0
-    assert app_main([*command, "--data", "b"]) == 0
-    assert "1 finished earlier and are kept, 0 to run" in capfd.readouterr().out
+    command = ["run", "fake/suite", *RUN[2:], "--set", "mode=data", "--data"]
+    bench(*command, "a")
+    assert "1 finished earlier and are kept, 0 to run" in bench(*command, "b")
     (inside / "b" / "three.txt").write_text("33")
-    assert app_main([*command, "--data", "b"]) == 2
-    assert "out holds cells of task 'three' with data of content" in capfd.readouterr().err
+    assert "out holds cells of task 'three' with data of content" in bench(*command, "b", status=2)
 
 
-def test_merge_status_and_compare(inside, capfd):
+def test_merge_status_and_compare(inside, bench):
     for out, seeds in (("a", "0-1"), ("b", "1-2")):
-        assert app_main([*RUN, "--attention", "standard,quest", "--seeds", seeds, "--out", out]) == 0
-    assert app_main(["merge", "a", "b", "--out", "c"]) == 0
-    assert "c: 6 cells copied, 0 were there" in capfd.readouterr().out
-    assert app_main(["merge", "a", "--out", "c"]) == 0
-    assert "c: 0 cells copied, 6 were there" in capfd.readouterr().out
-    assert app_main(["status", "c"]) == 0
-    assert "6 done, 0 running, 0 failed, 0 unfinished" in capfd.readouterr().out
-    assert app_main(["compare", "a", "c"]) == 0
-    assert "equal to a on every seed" in capfd.readouterr().out
+        bench(*RUN, "--attention", "standard,quest", "--seeds", seeds, "--out", out)
+    assert "c: 6 cells copied, 0 were there" in bench("merge", "a", "b", "--out", "c")
+    assert "c: 0 cells copied, 6 were there" in bench("merge", "a", "--out", "c")
+    assert "6 done, 0 running, 0 failed, 0 unfinished" in bench("status", "c")
+    assert "equal to a on every seed" in bench("compare", "a", "c")
     path = next(Path("b").glob("cells/*seed1*/result.json"))
     found = decode(path.read_text())
     found["metrics"]["score"] += 1
     write_json(path, found)
-    assert app_main(["merge", "a", "b", "--out", "d"]) == 2
-    assert "are the same cell with different results" in capfd.readouterr().err
+    assert "are the same cell with different results" in bench("merge", "a", "b", "--out", "d", status=2)
     for path in Path("b").glob("cells/*/cell.json"):
         write_json(path, {**decode(path.read_text()), "smoke": True})
-    assert app_main(["merge", "a", "b", "--out", "e"]) == 2
-    assert "is a smoke run" in capfd.readouterr().err
+    assert "is a smoke run" in bench("merge", "a", "b", "--out", "e", status=2)
     assert not Path("e/cells").exists()
 
 
-def test_merging_mixes_commits_visibly_and_leaves_no_half_cell(inside, monkeypatch):
+def test_merging_mixes_commits_visibly_and_leaves_no_half_cell(inside, monkeypatch, bench):
     for out, attention in (("a", "standard"), ("b", "quest")):
-        assert app_main([*RUN, "--attention", attention, "--seeds", "0-1", "--out", out]) == 0
+        bench(*RUN, "--attention", attention, "--seeds", "0-1", "--out", out)
     for path in Path("b").glob("cells/*/result.json"):
         write_json(path, {**decode(path.read_text()), "commits": {"quest-core": "b" * 40}})
     with monkeypatch.context() as patch:
@@ -550,48 +505,36 @@ def test_merging_mixes_commits_visibly_and_leaves_no_half_cell(inside, monkeypat
             app_main(["merge", "a", "b", "--out", "c"])
     os.waitpid(child, 0)
     assert load_all(Path("c")) == []
-    assert app_main(["merge", "a", "b", "--out", "c"]) == 0
+    bench("merge", "a", "b", "--out", "c")
     assert len(load_all(Path("c"))) == 4
-    assert app_main(["report", "c"]) == 0
+    bench("report", "c")
     text = Path("c/report.md").read_text()
     assert "> Mixed commit of quest-core: " in text
     assert "bbbbbbbbbbbb (quest)" in text
     for path in Path("c").glob("cells/*-quest-*/result.json"):
         write_json(path, {**decode(path.read_text()), "commits": {}, "device": "a GPU"})
-    assert app_main(["report", "c"]) == 0
+    bench("report", "c")
     text = Path("c/report.md").read_text()
     assert "unknown (quest)" in text  # a wheel
     assert "> Mixed device: a GPU (quest); cpu (standard). " in text
 
 
 @pytest.mark.slow
-def test_a_group_can_resume_what_one_of_it_began(fake):
+def test_a_group_can_resume_what_one_of_it_began(fake, bench):
     """The files of a cell are as open as the umask lets them be."""
     before = os.umask(0o002)
     try:
-        assert app_main(RUN) == 0
+        bench(*RUN)
     finally:
         os.umask(before)
     assert [path for path in Path("out").rglob("*") if not path.stat().st_mode & 0o020] == []
 
 
-def test_a_crash_on_most_seeds_is_not_better(inside):
-    assert app_main([*RUN, "--attention", "standard,quest", "--seeds", "0-7", "--set", "mode=crash"]) == 1
-    assert app_main(["report", "out"]) == 0
-    text = Path("out/report.md").read_text()
-    assert "no significant difference from standard (p = 0.727, sign test: 3 won, 5 lost); 5 of 8 seeds failed" in text
-    assert "quest failed on 5 of 8 seeds" in text
-    (row,) = [line for line in text.splitlines() if line.startswith("| `quest` | no significant difference")]
-    assert "| 17.20 (5 of 8 failed), standard there: 12.00 |" in row
-    assert " | 3/8 | " in row
-    assert "- 5 failed: ValueError: seed … crashed" in text
-
-
-def test_kv_heads_are_checked_before_a_worker_starts(describe, capfd):
+def test_kv_heads_are_checked_before_a_worker_starts(describe, bench):
     describe('"heads": 8')
     for wrong in ("kv_heads=5", "ratio=3"):
-        assert app_main([*RUN, "--attention", f"quest+gqa({wrong})"]) == 2
-        assert f"{wrong.replace('=', ' is ')}, which does not divide the 8 heads" in capfd.readouterr().err
+        said = f"{wrong.replace('=', ' is ')}, which does not divide the 8 heads"
+        assert said in bench(*RUN, "--attention", f"quest+gqa({wrong})", status=2)
     assert not Path("out").exists()
 
 

@@ -107,3 +107,18 @@ def test_the_detectable_difference_is_found_with_a_power_of_80_percent():
     one, _ = correct([compare(dict(enumerate(values)), dict.fromkeys(range(6), 0.0), True)] * 2)
     draws = rng.normal(one.detectable, 1, (4000, 6))
     assert np.mean(stats.ttest_1samp(draws, 0, axis=1).pvalue < 0.025) == pytest.approx(0.8, abs=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failing", [0.0, 0.15])
+def test_reports_of_equal_attentions_find_a_difference_in_at_most_5_percent(failing):
+    """1,000 reports of two tasks, four attentions that are all alike, and eight seeds, of which some may fail."""
+    rng = np.random.default_rng(20)
+    marked = 0
+    for _ in range(1000):
+        scores = rng.normal(0, 1, (2, 4, 8)) + rng.normal(0, 1, (2, 1, 8))  # a seed moves all attentions
+        scores[rng.random(scores.shape) < failing] = NAN
+        tasks = [[dict(enumerate(values)) for values in task] for task in scores.tolist()]
+        found = correct([compare(ours, base, True) for base, *others in tasks for ours in others])
+        marked += any(one.mark for one in found)
+    assert marked <= 50

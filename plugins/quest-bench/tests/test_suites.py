@@ -98,17 +98,13 @@ def test_a_trainer_ends_with_its_reader(tmp_path):
     assert time.monotonic() - started < 60
 
 
-def burn(count):
-    sum(range(count))
-
-
 def test_steps_take_turns():
     reported = []
     calls = []
 
     def step(name, count):
         calls.append(name)
-        burn(count)
+        sum(range(count))
 
     def progress(fraction, text):
         reported.append(fraction)
