@@ -9,11 +9,10 @@ import quest_tsai  # noqa: F401
 from devtools.support import check
 
 
-def loss(attention, **options):
-    return TSTPlus(3, 2, 12, attention=attention, **options)(torch.randn(4, 3, 12)).pow(2).mean()
-
-
 def test_the_table_of_support():
+    def loss(attention, **options):
+        return TSTPlus(3, 2, 12, attention=attention, **options)(torch.randn(4, 3, 12)).pow(2).mean()
+
     settings = {
         "`res_attention=False`": {"res_attention": False},
         "`attn_dropout=0`": {"attn_dropout": 0.0},

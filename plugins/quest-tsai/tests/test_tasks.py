@@ -96,14 +96,6 @@ def write_ts(path, labels="ab", declared="a b", count=10):
     path.write_text("\n".join(lines) + "\n")
 
 
-def test_own_data(tmp_path):
-    (tmp_path / "Mine").mkdir()
-    for split in ("TRAIN", "TEST"):
-        write_ts(tmp_path / "Mine" / f"Mine_{split}.ts", count=8)
-    result = run_uea(cell(tmp_path, "Mine", data=tmp_path), lambda *_: None)
-    assert result.details["series_test"] == 8
-
-
 def write_parquet(path, **columns):
     pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     table = {"x": [[float(i), 1.0, 2.0] for i in range(10)], "label": list("ab" * 5), **columns}
@@ -112,9 +104,10 @@ def write_parquet(path, **columns):
 
 def test_a_smoke_run_of_many_classes(tmp_path):
     """As Handwriting: a shortened training lacks some classes of the test split."""
-    names = [f"c{i}" for i in range(90)]
-    write_ts(tmp_path / "Many_TRAIN.ts", names, " ".join(names), 270)
-    write_ts(tmp_path / "Many_TEST.ts", names, " ".join(names), 720)
+    names, folder = [f"c{i}" for i in range(90)], tmp_path / "Many"
+    folder.mkdir()
+    write_ts(folder / "Many_TRAIN.ts", names, " ".join(names), 270)
+    write_ts(folder / "Many_TEST.ts", names, " ".join(names), 720)
     assert set(tasks(tmp_path)) == {"Many"}
     result = run_uea(cell(tmp_path, "Many", data=tmp_path), lambda *_: None)
     assert 0 < result.details["series_test"] < 64
