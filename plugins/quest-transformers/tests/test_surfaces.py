@@ -466,14 +466,6 @@ def test_generation_with_a_cache_equals_generation_without(name, way, attention)
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_assisted_generation_equals_generation(name):
-    model, assistant = build(name, attention="quest").eval(), build(name, seed=1, attention="standard").eval()
-    ids = inputs(name)["input_ids"][:1]
-    common = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    assert torch.equal(model.generate(ids, assistant_model=assistant, **common), model.generate(ids, **common))
-
-
 def test_what_looks_at_all_tokens_is_refused_where_a_mask_hides_some():
     config = {**LLAMA, "attention_dropout": 0.0}
     windowed = hf.MistralConfig(**{**config, "num_key_value_heads": 4}, sliding_window=4)

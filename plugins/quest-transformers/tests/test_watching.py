@@ -4,7 +4,6 @@ import pytest
 import torch
 import transformers as hf
 from models import LLAMA
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.masking_utils import eager_mask
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
@@ -18,6 +17,9 @@ from quest_transformers.watching import WatchCallback
 pytest.importorskip("accelerate")
 
 
+SMALL = {**LLAMA, "attention_dropout": 0.0}
+
+
 @pytest.fixture(autouse=True)
 def _folder_of_tensorboard(tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
@@ -25,14 +27,12 @@ def _folder_of_tensorboard(tmp_path, monkeypatch):
 
 def train(tmp_path, callbacks, **options):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = LlamaConfig(vocab_size=11, num_hidden_layers=2, max_position_embeddings=16, **sizes)
-    model = LlamaForCausalLM._from_config(config, **options)
+    model = hf.LlamaForCausalLM._from_config(hf.LlamaConfig(**SMALL), **options)
     data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 11, (16, 8))]
     steps = {"max_steps": 4, "logging_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     steps |= {"use_cpu": True, "disable_tqdm": True, "learning_rate": 0.01}
-    arguments = TrainingArguments(str(tmp_path), report_to=["tensorboard"], **steps)
-    trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=callbacks)
+    arguments = hf.TrainingArguments(str(tmp_path), report_to=["tensorboard"], **steps)
+    trainer = hf.Trainer(model=model, args=arguments, train_dataset=data, callbacks=callbacks)
     trainer.train()
     return model, [entry for entry in trainer.state.log_history if "loss" in entry]
 
@@ -58,9 +58,6 @@ def test_queries_are_clipped_after_every_step(tmp_path):
     with clipped() as factors:
         train(tmp_path, [WatchCallback(clip=1e-6)])
     assert [set(found) for found in factors] == [{f"model.layers.{i}.self_attn" for i in range(2)}] * 4
-
-
-SMALL = {**LLAMA, "attention_dropout": 0.0}
 
 
 def of_its_own_softmax(name, attention):
@@ -166,11 +163,9 @@ def test_what_cannot_be_measured_is_named_and_does_not_stop_a_training(monkeypat
 
 
 def test_queries_of_capped_logits_are_not_clipped():
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = hf.Gemma2Config(vocab_size=11, num_hidden_layers=1, head_dim=8, attn_logit_softcapping=50.0, **sizes)
-    model = hf.Gemma2ForCausalLM(config).train()
+    model = of_its_own_softmax("gemma2", None).train()
     clip = quest_core.QKClip(model, 1e-3)
-    model(torch.randint(0, 11, (2, 5)))
+    model(torch.randint(3, 50, (2, 9)))
     with pytest.raises(UnsupportedError, match="the host changes them before the softmax"):
         clip.step()
 
