@@ -172,9 +172,9 @@ def test_queries_of_capped_logits_are_not_clipped():
 
 def test_uninstall_gives_trainers_log_back():
     WatchCallback()
-    changed = Trainer.log
+    changed = hf.Trainer.log
     TransformersAdapter().uninstall()
     try:
-        assert Trainer.log is changed.__wrapped__
+        assert hf.Trainer.log is changed.__wrapped__
     finally:
         TransformersAdapter().install()
