@@ -122,7 +122,7 @@ def test_heads_that_ignore_unknown_keys_do_not_take_attention(scope):
 
 
 # In cross-attention of DAB-DETR a query has positions next to its contents.
-NARROW = r"cross_attn' of mmdet: it weighs features of queries .64. .* 32"
+NARROW = r"cross_attn' of mmdet: query heads have 64 features and value heads 32"
 
 
 @pytest.mark.parametrize(
