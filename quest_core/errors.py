@@ -52,3 +52,9 @@ def check_sizes(**sizes: int | None) -> None:
     for name, value in sizes.items():
         if value is not None and not (hasattr(value, "__index__") and operator.index(value) > 0):
             raise ConfigError(f"{name} is {value!r}; it is a whole number of at least 1")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise ConfigError if a flag is not a bool; a text is true in Python."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; write True or False")

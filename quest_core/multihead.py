@@ -10,7 +10,7 @@ from .compat import is_same
 from .config import AttentionConfig, AttentionSpec
 from .errors import InputError
 from .mechanism import Mechanism, head_sizes
-from .ops import one_mask
+from .ops import mask_of_host
 from .projections import Packed, Projected, Separate, init_norms
 
 
@@ -168,14 +168,14 @@ class MultiheadAttention(Projected, nn.MultiheadAttention):
             _check_mask("key_padding_mask", padding, {"[B, M]": (batch, m)})
         if added := (self.bias_k is not None) + self.add_zero_attn:
             if attn_mask is not None:  # with keys behind the last that all queries see, no mask hides the future
-                self.mechanism.refuse_future(one_mask(attn_mask, None))
+                self.mechanism.refuse_future(mask_of_host(attn_mask))
             attn_mask, padding = (None if x is None else F.pad(x, (0, added)) for x in (attn_mask, padding))
         real = None
         if padding is not None:
             keys = ~padding if padding.dtype == torch.bool else padding
             real = self.mechanism.padding_mask(keys, same_tokens=same_tokens)
             real = real[:, :, :n] if added else real  # no query belongs to an added key
-        return one_mask(attn_mask, real)
+        return mask_of_host(attn_mask, real)
 
     def _extend(self, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         """Append the learned key/value (add_bias_kv) and the zero key/value (add_zero_attn).

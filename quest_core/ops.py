@@ -232,10 +232,10 @@ def merge_masks(one: Tensor | None, other: Tensor) -> Tensor:
     return one & other if one.dtype == torch.bool else one.masked_fill(~other, -math.inf)
 
 
-def one_mask(hidden: Tensor | None, real: Tensor | None) -> Tensor | None:
-    """Return one mask for a host's, boolean (True = hidden) or additive, and that of `Mechanism.padding_mask`."""
+def mask_of_host(hidden: Tensor | None, padding: Tensor | None = None) -> Tensor | None:
+    """Return one mask of ours for a host's, boolean (True = hidden) or additive, and `Mechanism.padding_mask`."""
     mask = ~hidden if hidden is not None and hidden.dtype == torch.bool else hidden
-    return mask if real is None else merge_masks(mask, real)
+    return mask if padding is None else merge_masks(mask, padding)
 
 
 def merge_causal(mask: Tensor | None, n: int, m: int, device: torch.device) -> Tensor:

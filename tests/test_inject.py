@@ -16,7 +16,7 @@ import quest_core
 from devtools.wrong import WRONG
 from quest_core import ConfigError, InjectionError, MultiheadAttention, UnsupportedError
 from quest_core.drafts import assign, draft, restore
-from quest_core.hosts.inject import Request
+from quest_core.hosts.request import Request
 from quest_core.hosts.torch import TorchAdapter
 from quest_core.notices import LOGGER, say
 

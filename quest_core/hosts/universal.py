@@ -30,7 +30,7 @@ from ..config import AttentionConfig
 from ..errors import ConfigError, InputError, UnsupportedError
 from ..mechanism import Mechanism, head_sizes
 from ..multihead import MultiheadAttention, leave_native_path
-from ..ops import hides_the_future, plain_mask
+from ..ops import hides_the_future, mask_of_host, plain_mask
 from ..projections import HeadSizes
 from .adapter import Capabilities, mechanism_for
 from .following import Comparing
@@ -353,13 +353,13 @@ class _MultiHead:
 def _read_multi_head(path: str, *args: Any, **kwargs: Any) -> Call:
     call = _MultiHead(*args, **kwargs)
     given, mask = call.given, call.given["attn_mask"]
-    hidden = mask if mask is None or mask.dtype != torch.bool else ~mask
+    ours = mask_of_host(mask)
     return Call(
         path=path,
         heads=call.num_heads,
         kv_heads=call.num_heads,
         head_dim=call.head_dim,
-        causal=given["is_causal"] or (hidden is not None and hides_the_future(hidden)),
+        causal=given["is_causal"] or (ours is not None and hides_the_future(ours)),
         cross=given["query"] is not given["key"],
         masked=mask is not None,
         dropout=call.dropout > 0,

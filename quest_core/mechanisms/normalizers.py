@@ -15,7 +15,7 @@ from . import naive
 from .base import Dims, Normalizer
 
 HIDDEN = -1e30  # sinkhorn's hidden logits: a row or column of them has a finite sum, whose gradient is 0 and not NaN
-# Sinkhorn's log factors c of columns, [B, H, 1, M] or 0: those that the last step on rows sees, and the last ones.
+# Sinkhorn's log factors c of columns, [B, H, 1, M] or 0: those before the last half-step on rows, and those at the end.
 Columns: TypeAlias = tuple[Tensor | float, Tensor | float]
 MEMORY_IN_BLOCKS = "O(N + M) memory; O(N·M) under torch.compile, which takes no blocks of queries"
 IN_BLOCKS = f"O(N·M·D) time, {MEMORY_IN_BLOCKS}"
@@ -170,19 +170,19 @@ class Sinkhorn(Normalizer):
         scale, grouped, dropout_p = how["scale"], how["grouped"], how["dropout_p"]
 
         def log_sums(columns: Tensor | float) -> Tensor:
-            def block(q: Tensor, k: Tensor, _: Tensor, mask: Tensor | None) -> Tensor:
+            def of_block(q: Tensor, k: Tensor, _: Tensor, mask: Tensor | None) -> Tensor:
                 return _log_column_sums(self._mask_logits(logits(q, k, scale, grouped), mask), columns)
 
-            return in_blocks(block, rows, q, k, k[..., :0], mask).logsumexp(2, keepdim=True)
+            return in_blocks(of_block, rows, q, k, k[..., :0], mask).logsumexp(2, keepdim=True)
 
         like = q.new_zeros((), dtype=wider(q.dtype)).expand(1, 1, q.shape[2], k.shape[2])
         columns = self._columns(log_sums, _log_column_target(mask, like))
 
-        def block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
             weights = _weights(self._mask_logits(logits(q, k, scale, grouped), mask), columns)
             return apply_weights(drop(weights.to(v.dtype), dropout_p), v, grouped)
 
-        return in_blocks(block, rows, q, k, v, mask, random=dropout_p > 0)
+        return in_blocks(attend, rows, q, k, v, mask, random=dropout_p > 0)
 
     def weights(self, logits: Tensor, mask: Tensor | None) -> Tensor:
         z = self._mask_logits(logits, mask)
@@ -200,10 +200,10 @@ class Sinkhorn(Normalizer):
     def _columns(self, log_sums: Callable[[Tensor | float], Tensor], target: Tensor) -> Columns:
         """Return the factors after all half-steps, for log sums of columns that follow from factors by `log_sums`."""
         before: Tensor | float = 0.0
-        last: Tensor | float = 0.0
+        end: Tensor | float = 0.0
         for _ in range(self.iterations // 2):
-            before, last = last, _log_factors(log_sums(last), target)
-        return last if self.iterations % 2 else before, last
+            before, end = end, _log_factors(log_sums(end), target)
+        return end if self.iterations % 2 else before, end  # an odd number ends on rows
 
     def reference(self, logits: Tensor, seen: Tensor) -> Tensor:
         rows, columns = (seen.any(axis).sum(-1)[..., None, None].clamp(min=1).to(logits.dtype) for axis in (-1, -2))
@@ -228,8 +228,8 @@ def _log_column_sums(z: Tensor, columns: Tensor | float) -> Tensor:
 
 def _weights(z: Tensor, columns: Columns) -> Tensor:
     """Return the weights of rows z [B, H, N, M] from the factors that `Sinkhorn._columns` returns."""
-    before, last = columns
-    return (z + _log_factors((z + before).logsumexp(-1, keepdim=True)) + last).exp()
+    before, end = columns
+    return (z + _log_factors((z + before).logsumexp(-1, keepdim=True)) + end).exp()
 
 
 def _log_factors(log_sums: Tensor, target: Tensor | float = 0.0) -> Tensor:

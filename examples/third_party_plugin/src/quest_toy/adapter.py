@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention
-from quest_core.hosts.inject import KEYS, Request
+from quest_core.hosts.request import KEYS, Request
 from quest_core.projections import Packed, Separate
 
 

@@ -15,7 +15,7 @@ from quest_core import Cache
 from quest_core.config import AttentionConfig
 from quest_core.errors import InputError, UnsupportedError
 from quest_core.hosts.adapter import Capabilities, HostAttention
-from quest_core.ops import hides_the_future, merge_causal, one_mask
+from quest_core.ops import hides_the_future, mask_of_host, merge_causal
 from quest_core.projections import Separate
 
 State = dict[str, dict[str, Any]]
@@ -210,15 +210,14 @@ class Attention(HostAttention, MultiheadAttention):
 
     def _visible(self, attn_mask: Tensor | None, padding: Tensor | None) -> tuple[Tensor | None, bool]:
         """Return one mask for fairseq's two, and whether `attn_mask` hides the future and nothing else."""
-        causal = False
-        if attn_mask is not None:
-            causal = hides_the_future(~attn_mask if attn_mask.dtype == torch.bool else attn_mask, only=True)
+        ours = mask_of_host(attn_mask)
+        causal = ours is not None and hides_the_future(ours, only=True)
         if not causal and attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.masked_fill(attn_mask <= HIDDEN, -math.inf)
         seen = None  # [B, 1, 1 or S, S]
         if padding is not None:
             seen = self.mechanism.padding_mask(~padding.bool(), same_tokens=not self.encoder_decoder_attention)
-        return one_mask(None if causal else attn_mask, seen), causal
+        return mask_of_host(None if causal else attn_mask, seen), causal
 
     def _with_weights(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout_p: float

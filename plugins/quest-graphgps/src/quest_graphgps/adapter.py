@@ -14,7 +14,8 @@ from torch_geometric.nn.aggr.utils import MultiheadAttentionBlock
 from quest_core.config import AttentionConfig
 from quest_core.errors import UnsupportedError
 from quest_core.hosts.adapter import Adapter, HostAttention, Site
-from quest_core.hosts.inject import KEYS, Request, inject
+from quest_core.hosts.inject import inject
+from quest_core.hosts.request import KEYS, Request
 from quest_core.hosts.torch import TorchAdapter
 
 from . import graphgym

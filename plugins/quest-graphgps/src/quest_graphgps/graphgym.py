@@ -20,7 +20,7 @@ from torch import nn
 from quest_core.checkpoints import ENTRY
 from quest_core.errors import CheckpointError, ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Site, require, sections
-from quest_core.hosts.inject import KEYS, Request, rehearse
+from quest_core.hosts.request import KEYS, Request, rehearse
 from quest_core.registry import mechanisms
 
 from . import watching

@@ -11,7 +11,7 @@ from quest_core.config import AttentionConfig
 from quest_core.drafts import draft
 from quest_core.hosts.adapter import Capabilities, HostAttention, mechanism_for
 from quest_core.mechanism import head_sizes
-from quest_core.ops import one_mask
+from quest_core.ops import mask_of_host
 from quest_core.projections import Separate
 from quest_mmengine.layers import WindowAttention, Wrapping
 
@@ -76,5 +76,5 @@ class ConditionalAttention(HostAttention, HostConditionalAttention):  # type: ig
         real = None
         if key_padding_mask is not None:
             real = self.mechanism.padding_mask(~key_padding_mask.bool(), same_tokens=not self.cross_attn)
-        out = self.attend(*self.split(query, key, value), one_mask(attn_mask, real))
+        out = self.attend(*self.split(query, key, value), mask_of_host(attn_mask, real))
         return self.out_proj(out), None

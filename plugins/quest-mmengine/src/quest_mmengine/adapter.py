@@ -33,7 +33,8 @@ from quest_core.config import AttentionConfig
 from quest_core.drafts import draft
 from quest_core.errors import ConfigError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, HostAttention, Site, refuses_chained, sections
-from quest_core.hosts.inject import KEYS, REPORT, Request, open_texts, rehearse
+from quest_core.hosts.inject import REPORT
+from quest_core.hosts.request import KEYS, Request, open_texts, rehearse
 from quest_core.projections import init_norms
 
 

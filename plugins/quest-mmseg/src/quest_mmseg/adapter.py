@@ -13,8 +13,8 @@ from quest_core.config import AttentionConfig
 from quest_core.drafts import draft
 from quest_core.errors import InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Capabilities, HostAttention, Site
-from quest_core.hosts.inject import Request
 from quest_core.hosts.plugins import running_adapters
+from quest_core.hosts.request import Request
 from quest_mmengine.adapter import MmengineAdapter
 from quest_mmengine.layers import Attention, MultiheadAttention
 

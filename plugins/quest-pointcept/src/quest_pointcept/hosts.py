@@ -22,7 +22,8 @@ from quest_core.checkpoints import ENTRY, unexpected_entry
 from quest_core.config import STANDARD
 from quest_core.errors import CheckpointError, ConfigError
 from quest_core.hosts.adapter import Adapter, sections
-from quest_core.hosts.inject import KEYS, REPORT, Request, inject, open_texts, rehearse
+from quest_core.hosts.inject import REPORT, inject
+from quest_core.hosts.request import KEYS, Request, open_texts, rehearse
 from quest_core.mechanism import Mechanism
 from quest_core.notices import say
 from quest_core.tools.calibration import calibrate, refuse_uncalibratable

@@ -22,7 +22,8 @@ from quest_core.checkpoints import compare, refuse_entries
 from quest_core.drafts import host_class
 from quest_core.errors import ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter, Capabilities, HostAttention, rate, refusal, refuses_chained
-from quest_core.hosts.inject import KEYS, REPORT, Request, inject
+from quest_core.hosts.inject import REPORT, inject
+from quest_core.hosts.request import KEYS, Request
 from quest_core.hosts.sites import FoundSite, within
 from quest_core.hosts.torch import TorchAdapter
 from quest_core.hosts.universal import Routed

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from quest_core.checkpoints import refuse_entries
 from quest_core.config import STANDARD, AttentionConfig, AttentionSpec
-from quest_core.errors import ConfigError, InjectionError, UnsupportedError
+from quest_core.errors import ConfigError, InjectionError, UnsupportedError, check_flag
 from quest_core.hosts.adapter import Adapter
-from quest_core.hosts.inject import REPORT, check_flag
+from quest_core.hosts.inject import REPORT
 from quest_core.hosts.patching import Patches
 from quest_core.mechanism import Mechanism, has_mechanism
 

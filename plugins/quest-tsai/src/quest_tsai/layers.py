@@ -19,7 +19,7 @@ from tsai.models.ConvTranPlus import Attention_Rel_Vec
 from quest_core.config import AttentionConfig
 from quest_core.hosts.adapter import Capabilities, HostAttention
 from quest_core.mechanisms import Dims
-from quest_core.ops import one_mask
+from quest_core.ops import mask_of_host
 from quest_core.projections import Packed, Separate
 
 
@@ -158,7 +158,7 @@ class MultiheadAttention(Replacement):
         if attn_mask is not None:
             attn_mask = plain(attn_mask)[(None,) * (4 - attn_mask.dim())]  # [.., .., N, M]
         passes = getattr(self, "res_attention", False)
-        out, weights, scores = self.attend_with_scores(q, k, v, one_mask(attn_mask, seen), prev if passes else None)
+        out, weights, scores = self.attend_with_scores(q, k, v, mask_of_host(attn_mask, seen), prev if passes else None)
         out = self.to_out(out) if hasattr(self, "to_out") else self.W_O(out)
         return (out, weights, scores) if passes else (out, weights)
 

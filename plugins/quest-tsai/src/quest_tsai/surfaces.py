@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from quest_core.checkpoints import ENTRY, refuse_entries
 from quest_core.errors import CheckpointError, ConfigError, InjectionError, UnsupportedError
 from quest_core.hosts.adapter import Adapter
-from quest_core.hosts.inject import KEYS, Request
+from quest_core.hosts.request import KEYS, Request
 from quest_core.hosts.torch import TorchAdapter
 from quest_core.mechanism import has_mechanism
 from quest_core.mechanisms import Score
