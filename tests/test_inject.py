@@ -428,7 +428,7 @@ def test_a_function_chooses_the_attention_of_each_module():
     names = {"layers.0.self_attn": "quest", "layers.1.self_attn": "quest+sigmoid"}
     report = quest_core.inject(quest_core.uninject(model), lambda site: names[site.path])[1]
     assert str(report).startswith("attention=quest, quest+sigmoid in 2 modules")
-    assert [line.split()[1] for line in report.table().splitlines()] == [*names.values()]
+    assert [line.split()[1] for line in report.table().splitlines()] == ["attention", *names.values()]
 
 
 def test_a_function_that_chooses_nothing_or_a_start_of_trained_weights_is_refused():

@@ -246,12 +246,17 @@ class Following(TorchFunctionMode):
         flows, others = self.flows(x), self.flows(factors)
         changed: list[Flow] = []
         for flow in flows:
-            if not _ends(flow, x, others, out):
-                flow.origin.multiplied |= flow.origin.is_logits
-                changed.append(flow.marked(self._oddity(flow, x, factors, learned=learned)))
+            if _weighs_values(flow, x, others, out):
+                flow.origin.uses.append("by entries")
+                continue
+            flow.origin.multiplied |= flow.origin.is_logits
+            changed.append(flow.marked(self._oddity(flow, x, factors, learned=learned)))
         own = {f.origin for f in flows}
         for flow in others:
-            if _shifts_only(flow, factors, flows, out) or (flow.origin not in own and _ends(flow, factors, flows, out)):
+            if _shifts_only(flow, factors, flows, out):
+                continue
+            if flow.origin not in own and _weighs_values(flow, factors, flows, out):
+                flow.origin.uses.append("by entries")
                 continue
             is_logits = flow.origin.is_logits and (holds_numbers(factors) or flow.origin in own)
             if is_logits or flow.origin.kind == "softmax":
@@ -550,8 +555,8 @@ def _shifts_only(flow: Flow, x: Tensor, others: Flows, out: Tensor) -> bool:
     return is_statistic and _is_smaller(x, out) and _are_activation(others, flow.origin)
 
 
-def _ends(flow: Flow, x: Tensor, others: Flows, out: Tensor) -> bool:
-    """Return whether a product by entries applies weights `x` to values, and note that; then they are weights no more.
+def _weighs_values(flow: Flow, x: Tensor, others: Flows, out: Tensor) -> bool:
+    """Return whether a product by entries applies weights `x` to values; then they are weights no more.
 
     Values differ along keys; a table that is as long only on axes before them is none.
     """
@@ -561,7 +566,6 @@ def _ends(flow: Flow, x: Tensor, others: Flows, out: Tensor) -> bool:
     if places is not None and places.dim() == out.dim() and not _are_activation(others, flow.origin):
         keys = flow.along
         ends = not keys or places.shape[min(keys) :] != out.shape[min(keys) :]
-    flow.origin.uses += ["by entries"] if ends else []
     return ends
 
 

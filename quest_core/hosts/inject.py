@@ -92,15 +92,16 @@ class Report:
         return f"attention={self.attention} in {count} module{'s' * (count > 1)} ({', '.join(kinds)}; {size}){others}"
 
     def table(self) -> str:
-        """Return all replaced modules, one per line, with the mean norm that queries start with in a fresh model."""
-        width = max(len(r.path) for r in self.replacements)
-        return "\n".join(
-            f"{r.path:<{width}}  {r.attention}  {r.host_class}  {r.adapter}  "
-            f"{r.parameters_before:,} -> {r.parameters_after:,}  {r.kernel}"
-            + (f"  {r.note}" if r.note else "")
-            + (f"  ‖q‖ {sum(r.query_norms) / len(r.query_norms):.3g}" if r.query_norms else "")
-            for r in self.replacements
-        )
+        """Return all replaced modules, a line each below headings; ‖q‖ is the mean norm of queries in a fresh model."""
+        rows = [["module", "attention", "class", "adapter", "parameters", "kernel", "‖q‖", "note"]]
+        for r in self.replacements:
+            norm = f"{sum(r.query_norms) / len(r.query_norms):.3g}" if r.query_norms else ""
+            size = f"{r.parameters_before:,} -> {r.parameters_after:,}"
+            rows.append([r.path, r.attention, r.host_class, r.adapter, size, r.kernel, norm, r.note])
+        columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+        widths = [max(map(len, column)) for column in columns]
+        lines = zip(*columns, strict=True)
+        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
     def announce(self) -> None:
         """Write the report in one line to the host's log, as a plugin does when a host's config asked for it."""
