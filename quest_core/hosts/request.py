@@ -1,4 +1,4 @@
-"""What a host's configuration asks for: ``attention``, and two options beside it."""
+"""What a host's configuration asks for: ``attention``, ``attention_from`` and ``allow_partial``."""
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
