@@ -116,8 +116,7 @@ def _undo(state: dict[str, Any], former: Former) -> None:
     for name, key in former.hooks:
         state[name].pop(key, None)
     for name, value in former.values.items():
-        now, other = state, state["_modules"]
-        if isinstance(value, nn.Module):
-            now, other = other, now
+        children = state["_modules"]
+        holder, other = (children, state) if isinstance(value, nn.Module) else (state, children)
         other.pop(name, None)
-        now[name] = value
+        holder[name] = value

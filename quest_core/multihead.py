@@ -105,7 +105,7 @@ class MultiheadAttention(Projected, nn.MultiheadAttention):
         q, k, v = self._project(query, key, value, same_values)
         mask = self._visible(attn_mask, key_padding_mask, batch, n, m, same_tokens=same_tokens)
         causal = is_causal and (attn_mask is None or n == m)  # else the caller's mask may be aligned at the first query
-        keys_only = key_padding_mask is None or self.mechanism.family is not None  # kernels are causal by themselves
+        keys_only = key_padding_mask is None or self.mechanism.family is not None  # is_causal says all else
         if causal and attn_mask is not None and not need_weights and keys_only:
             # With is_causal the caller says that attn_mask is the causal mask, so it is left out.
             mask = self._visible(None, key_padding_mask, batch, n, m, same_tokens=same_tokens)

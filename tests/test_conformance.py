@@ -121,3 +121,12 @@ def test_query_heads_that_share_a_key_head_are_calibrated_by_its_norm():
     assert layer.factors == pytest.approx([norm / 2 for norm in layer.key_norms for _ in range(2)])  # 1/√D = 1/2
     rows = torch.tensor(layer.factors).repeat_interleave(4)
     torch.testing.assert_close(model.layers[0].q_proj.weight, before * rows[:, None])
+
+
+def test_a_host_without_dropout_trains():
+    model = stand_in.Model(16, 4, depth=2)
+    for layer in model.layers:
+        del layer.attn_drop
+    quest_core.inject(model, "quest", adapter=ToyAdapter())
+    x = torch.randn(2, 7, 16)
+    torch.testing.assert_close(model.train()(x), model.eval()(x))

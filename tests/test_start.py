@@ -139,6 +139,22 @@ def test_the_report_says_where_queries_start():
     assert "norm" not in str(quest_core.inject(encoder(32), "quest")[1])
 
 
+@pytest.mark.parametrize(("optimizer", "power"), [(torch.optim.SGD, 2), (torch.optim.Adam, 1)])
+def test_longer_key_projections_turn_more_slowly(optimizer, power):
+    """docs/start.md: a step turns keys in proportion to 1/‖W_k‖² with SGD and 1/‖W_k‖ with Adam."""
+    x = torch.randn(8, 10, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    turned = []
+    for norm in (1.0, 4.0):
+        torch.manual_seed(0)
+        layer = quest_core.Attention(32, 4, f"quest(key_init={norm})", bias=False, dtype=torch.float64)
+        before = F.normalize(layer.k_proj(x).unflatten(-1, (4, 8)).detach(), dim=-1)
+        layer(x).square().sum().backward()
+        optimizer([layer.k_proj.weight], lr=1e-6).step()
+        after = F.normalize(layer.k_proj(x).unflatten(-1, (4, 8)).detach(), dim=-1)
+        turned.append((after - before).norm().item())
+    assert turned[0] / turned[1] == pytest.approx(4**power, rel=1e-3)
+
+
 # --- what configs offer -----------------------------------------------------------------------------------------------
 
 ROOT = Path(__file__).resolve().parent.parent
