@@ -516,6 +516,28 @@ def test_the_example_leaves_what_a_module_has_filled_and_counted_as_it_was(count
     assert torch.equal(model(x), wanted)
 
 
+def test_a_buffer_that_a_model_made_in_inference_mode_stays():
+    class Lazy(CausalSelfAttention):
+        """It makes its positions on its first run, which Lightning's validation and darts' predict do in that mode."""
+
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("positions", None, persistent=False)
+
+        def forward(self, x):
+            if self.positions is None:
+                self.positions = torch.arange(x.shape[1], dtype=x.dtype)[:, None]
+            return super().forward(x + self.positions)
+
+    model, x = Lazy(), torch.randn(2, 5, 32)
+    with torch.inference_mode():
+        wanted = model(x)
+    positions = model.positions
+    quest_core.inject(model, "standard", example=x)
+    assert model.positions is positions
+    assert torch.equal(model(x), wanted)
+
+
 def test_the_example_leaves_layers_that_a_module_makes_when_it_first_runs():
     model, x = Filled("layers"), torch.randn(2, 7, 32)
     quest_core.inject(model, "standard", example=x)

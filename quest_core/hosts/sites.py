@@ -302,7 +302,9 @@ def restoring(model: nn.Module) -> Iterator[None]:
                 if _layout(module) == layout:
                     _restore(module, attributes)
                     for buffer, before in values:
-                        buffer.copy_(before)
+                        # A buffer that was made in inference mode can change only there.
+                        with torch.inference_mode() if buffer.is_inference() else contextlib.nullcontext():
+                            buffer.copy_(before)
 
 
 def _layout(module: nn.Module) -> tuple[type, list[int], list[int]]:
