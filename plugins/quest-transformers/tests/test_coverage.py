@@ -107,7 +107,7 @@ def check(config, tmp_path):
     torch.testing.assert_close(training(standard), training(stock), **as_stock)
     truth = outputs(built(config, "by_hand")) if set(made["ways"].split()[::2]) == {"transformers"} else []
     if truth:
-        torch.testing.assert_close(got, truth, rtol=1e-5, atol=3e-6, equal_nan=True)
+        torch.testing.assert_close(got, truth, rtol=1e-5, atol=1e-5, equal_nan=True)  # in float32
     quest.save_pretrained(tmp_path)
     again = hf.AutoModel.from_pretrained(tmp_path).eval()
     assert again.config.attention == "quest"
