@@ -518,7 +518,7 @@ def test_the_example_leaves_what_a_module_has_filled_and_counted_as_it_was(count
 
 def test_a_buffer_that_a_model_made_in_inference_mode_stays():
     class Lazy(CausalSelfAttention):
-        """It makes its positions on its first run, which Lightning's validation and darts' predict do in that mode."""
+        """Makes its positions on the first run, as darts' TFTModel does in `predict`, which runs in inference mode."""
 
         def __init__(self):
             super().__init__()
