@@ -189,8 +189,10 @@ class FxLeaf(nn.Module):
         return super().__call__(*args, **kwargs) if node is None else node
 
 
-# How many of FakeTensorMode, make_fx's and the like are active.
-_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+_count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_get_mode: Callable[[Any], object] = torch._C._get_dispatch_mode
+# FakeTensorMode, and those of make_fx. In others, such as a counter of FLOPs, tensors have numbers.
+_WITHOUT_NUMBERS = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 
 
 _is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor  # of torch.vmap
@@ -199,7 +201,9 @@ _is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor  # 
 def may_read(x: Tensor) -> bool:
     """Return whether eager code may branch on the numbers in `x`: it has some, and no CUDA graph is being captured."""
     near = not x.is_meta and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-    return not _modes() and near and type(x) in (Tensor, nn.Parameter) and not _is_batched(x) and x.numel() > 0
+    if _count_modes() and any(_get_mode(key) is not None for key in _WITHOUT_NUMBERS):
+        return False
+    return near and type(x) in (Tensor, nn.Parameter) and not _is_batched(x) and x.numel() > 0
 
 
 def has_numbers(x: Tensor) -> bool:

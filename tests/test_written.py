@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from models import Host, gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import quest_core
 from quest_core import InjectionError, UnsupportedError
@@ -1128,6 +1129,18 @@ def test_another_way_than_in_the_example_is_refused(way):
     model, x = make(changed, "quest")
     with pytest.raises(UnsupportedError, match=r"'layers.0' .* not written as in the example"):
         model(x, way=way)
+
+
+def test_a_counter_of_flops_counts_where_the_scale_is_a_tensor():
+    model, x = make(attending(lambda m, q, k: q @ k.mT / torch.tensor(D).sqrt()))
+    counts = []
+    for _ in ("stock", "quest"):
+        wanted = model(x)
+        with FlopCounterMode(display=False) as counted:
+            assert torch.equal(model(x), wanted)
+        counts.append(counted.get_total_flops())
+        quest_core.inject(model, "quest", example=x)
+    assert counts[0] == counts[1] > 0
 
 
 def gated(m, q, k, v, formula=None):
