@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from models import Host, gradients
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -30,7 +31,7 @@ class Attention(nn.Module):
         super().__init__()
         self.qkv, self.out = nn.Linear(H * D, 3 * H * D), nn.Linear(H * D, H * D)
         self.spelling, self.causal = spelling, causal
-        self.dropout, self.softmax = nn.Dropout(0.2), nn.Softmax(-1)
+        self.dropout, self.softmax, self.identity = nn.Dropout(0.2), nn.Softmax(-1), nn.Identity()
         self.bias = nn.Parameter(torch.randn(H, N, N))
         self.mix = nn.Parameter(torch.eye(H) + 0.1 * torch.randn(H, H))
         self.memory = nn.Parameter(torch.randn(H, N, D))
@@ -1109,6 +1110,7 @@ def test_a_checkpoint_inside_of_an_example_is_refused_when_it_runs():
 
 def changed(m, q, k, v, way=""):
     logits = k @ q.mT if way == "swapped" else q @ k.mT
+    logits = logits + PAST if way == "bias before" else logits
     logits = logits * {"factor": 0.3, "near factor": 1.003 * D**-0.5}.get(way, D**-0.5)
     logits = logits.tanh() if way == "function" else logits
     if way in ("samples", "heads"):
@@ -1123,12 +1125,91 @@ def changed(m, q, k, v, way=""):
 
 
 @pytest.mark.parametrize(
-    "way", ["factor", "near factor", "function", "path", "longer", "samples", "heads", "queries", "a call too"]
+    "way",
+    ["factor", "near factor", "bias before", "function", "path", "longer", "samples", "heads", "queries", "a call too"],
 )
 def test_another_way_than_in_the_example_is_refused(way):
     model, x = make(changed, "quest")
     with pytest.raises(UnsupportedError, match=r"'layers.0' .* not written as in the example"):
         model(x, way=way)
+
+
+S = D**-0.5
+
+
+def biased_behind_a_view(m, q, k):
+    z = q @ k.mT
+    z.view(B * H, N, N).add_(1 + PAST)
+    return z * S
+
+
+def used_again(m, q, k):
+    z = q @ k.mT
+    scaled = (z * S).add_(1 + PAST)
+    return scaled - z.amax(-1, keepdim=True)
+
+
+def multiplied_in_place(m, q, k):
+    z = q @ k.mT
+    z *= S
+    return z
+
+
+SCALED = {  # name -> logits, the bias in them, and how often they are multiplied by a number
+    "product": (lambda m, q, k: q @ k.mT * S + PAST, 1, 0),
+    "reflected": (lambda m, q, k: torch.mul(S, q @ k.mT) + PAST, 1, 0),
+    "quotient": (lambda m, q, k: q @ k.mT / torch.tensor(D).sqrt() + PAST, 1, 0),
+    "in place": (lambda m, q, k: multiplied_in_place(m, q, k) + PAST, 1, 0),
+    "moved": (lambda m, q, k: (torch.einsum("bhid,bhjd->bijh", q, k) * S).permute(0, 3, 1, 2) + PAST, 1, 0),
+    "a tensor of one entry": (lambda m, q, k: q @ k.mT * torch.full((1,), S, dtype=q.dtype) + PAST, 1, 1),
+    "by keywords": (lambda m, q, k: torch.mul(input=q @ k.mT, other=S) + PAST, 1, 1),
+    "two factors": (lambda m, q, k: q @ k.mT * 0.5 * (S / 0.5) + PAST, 1, 2),
+    "after a bias": (lambda m, q, k: (q @ k.mT + PAST) * S, S, 1),
+    "after a bias behind a view": (biased_behind_a_view, S, 1),
+    "after a bias of baddbmm": (
+        lambda m, q, k: torch.baddbmm(PAST.to(q), q.flatten(0, 1), k.flatten(0, 1).mT).view(B, H, N, N) * S,
+        S,
+        1,
+    ),
+    "after a padding": (lambda m, q, k: (F.pad(q @ k.mT, (0, 1), value=0.5) * S)[..., :-1] + PAST, 1, 1),
+    "with another use": (used_again, 1, 1),
+    "of what a module returns": (lambda m, q, k: m.identity(q @ k.mT) * S + PAST, 1, 1),
+}
+
+
+class Multiplications(TorchDispatchMode):
+    """Counts those of logits by a number."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__.strip("_")
+        self.count += name in ("mul", "div") and args[0].dim() == 4 and D not in args[0].shape
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_a_factor_on_the_product_is_left_out_where_nothing_else_takes_it(name):
+    logits, bias, count = SCALED[name]
+    model, x = make(attending(logits))
+    model.double()
+    wanted = computing(lambda m, q, k, v: quest(q, k, v, bias * PAST), model)
+    quest_core.inject(model, "quest", example=x.double())
+    torch.testing.assert_close(gradients(model, x.double()), gradients(wanted, x.double()))
+    with torch.no_grad(), Multiplications() as counted:
+        model(x.double())
+    assert counted.count == 2 * count
+
+
+def test_a_factor_that_is_left_out_still_turns_the_product_to_its_type():
+    def logits(m, q, k):
+        z = q @ k.mT * torch.full((1,), S)
+        m.seen = z.dtype
+        return z.to(q.dtype)
+
+    model, x = make(attending(logits), "quest")
+    model.bfloat16()(x.bfloat16())
+    assert model.layers[0].seen == torch.float32
 
 
 def test_a_counter_of_flops_counts_where_the_scale_is_a_tensor():

@@ -248,6 +248,7 @@ class _Judge:
             cross=whole and tokens != math.prod(k.sizes[s] for s in over),
             layout=_layout(flow) if over == {*product.axes.keys} and not flow.shifted else None,
             shifted=flow.shifted,
+            late=origin.takers != [flow.factor],
             note=norm_note(k.norm) or (KEPT if undone != factors else ""),
             query=q.like,
         )

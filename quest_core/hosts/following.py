@@ -44,6 +44,7 @@ from .functions import (
     JOINS,
     KEEPS,
     MOVES,
+    MOVES_ONE,
     NO_EQUATION,
     NORMS,
     PROJECTIONS,
@@ -85,6 +86,8 @@ class Origin:
     frames: tuple[Any, ...] = ()  # the modules that were running
     softmaxes: list[Any] = field(default_factory=list)  # that were taken of this product
     uses: list[str] = field(default_factory=list)  # of weights: "applied" to values, "by entries" or "kept"
+    # One entry for each function that took logits as they were formed or moved: its factor on them, or None.
+    takers: list[float | None] = field(default_factory=list)
 
     @property
     def is_logits(self) -> bool:
@@ -203,7 +206,10 @@ class Following(TorchFunctionMode):
         if name in SCALES:
             self._scale(step, out)
         elif name not in PROJECTIONS and any(flows for _, flows in given):
-            for nth, result in enumerate(tensors((out,))):
+            results = [*tensors((out,))]
+            if results and name not in MOVES_ONE:
+                take(flow for _, flows in given for flow in flows)
+            for nth, result in enumerate(results):
                 self.note(result, self._pass_on(step, result, nth))
         else:
             return
@@ -237,6 +243,7 @@ class Following(TorchFunctionMode):
                 flows = (Flow(Origin("parameter") if self.is_parameter(x) else ACTIVATION),)
             by = factor if step.name == "mul" else 1 / factor
             gate = by if self._may_gate(factors) else 1.0
+            take(flows, by if len(flows) == 1 and not step.kwargs else None)
             why, frames = LEARNED if learned else None, tuple(self.running)
             changed = [f.times(by).marked(why)._replace(gate=f.gate * gate, frames=frames) for f in flows]
         self.note(out, _merge([f.widened(out.shape) for f in changed]))
@@ -244,6 +251,7 @@ class Following(TorchFunctionMode):
     def _scale_entries(self, step: Step, x: Tensor, factors: Any, out: Tensor, *, learned: bool) -> list[Flow]:
         """Return what is left of the flows of `x` and of `factors` in a product or quotient with a tensor."""
         flows, others = self.flows(x), self.flows(factors)
+        take((*flows, *others))
         changed: list[Flow] = []
         for flow in flows:
             if _weighs_values(flow, x, others, out):
@@ -451,6 +459,13 @@ def factor_of(flows: Flows, *, sums: bool = False) -> float | None:
     if not plain:
         return 1.0
     return None if plain[0].odd or (plain[0].part and not sums) else abs(plain[0].factor)
+
+
+def take(flows: Iterable[Flow], by: float | None = None) -> None:
+    """Note on the origins of logits that a function took them, and multiplied them `by` a number."""
+    for flow in flows:
+        if flow.origin.is_logits and flow.factor == 1:
+            flow.origin.takers.append(by)
 
 
 def counted(flows: Iterable[Flow]) -> tuple[Origin, ...]:

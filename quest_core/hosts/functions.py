@@ -30,6 +30,8 @@ MOVES = _words(
 """Functions that only move entries."""
 JOINS = _words("cat concat concatenate stack")
 """Those of `MOVES` that make one tensor of several."""
+MOVES_ONE = MOVES - JOINS - {"pad", "setitem"}
+"""Those of `MOVES` whose result holds entries of one tensor only."""
 WRITES = _words("copy index_copy scatter")
 """Functions that write entries of another tensor into a part of one."""
 KEEPS = _words(
@@ -66,6 +68,8 @@ PRODUCTS = {
     "einsum": ("equation",),
 }
 """Functions that multiply two tensors, with the names of their first arguments."""
+ADDS = ("addmm", "baddbmm")
+"""Those that add another tensor to their product."""
 OTHER_PRODUCTS = _words(
     "tensordot inner addbmm bilinear multi_dot chain_matmul cdist cosine_similarity linalg_vecdot mv"
 )

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from ..compat import force_eager, is_compiling, may_read
 from ..errors import UnsupportedError
 from ..mechanism import Mechanism
-from .following import ACTIVATION, Flow, Flows, Following, Origin, counted, factor_of, is_learned, varying
+from .following import ACTIVATION, Flow, Flows, Following, Origin, counted, factor_of, is_learned, take, varying
 from .functions import (
+    ADDS,
     BY_HAND,
     KEEPS,
     MOVES,
@@ -168,6 +169,7 @@ class Search(Following):
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._note_unseen_makers(output)
         self.made.add(output)
+        take(flow for x in tensors((output,)) for flow in self.flows(x))
         self.running.pop()
 
     def _note_unseen_makers(self, values: Any) -> None:
@@ -356,6 +358,7 @@ class Search(Following):
             return
         head, a, b, rest = parts
         pair, letters = (a, b), equation(name, head, a, b)
+        take(flow for x in pair for flow in self.flows(x))
         origin.equation = letters or origin.equation
         if in_autograd_function():
             self._note_uses(pair, letters, (False, False), out)
@@ -381,6 +384,8 @@ class Search(Following):
             (feature,) = contracted(letters)
             origin.operands = tuple(self._operand(x, s, feature) for x, s in zip(pair, letters, strict=False))
         self.begin(out, origin, alpha(rest), also=(*self.addends(head, rest), *kept))
+        if name in ADDS:
+            take(self.flows(out))
 
     def _operand(self, x: Tensor, letters: str, feature: str) -> Operand:
         """Return what is known of an operand whose axes have `letters`; its product sums over `feature`."""

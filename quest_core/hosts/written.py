@@ -20,8 +20,21 @@ from ..config import AttentionConfig
 from ..mechanisms.base import Score
 from ..projections import HeadSizes
 from .adapter import Capabilities, mechanism_for
-from .following import Comparing, Flow, Origin, is_learned, same_factor
-from .functions import NO_EQUATION, PRODUCTS_AND_SOFTMAX, SOFTMAX, alpha, equation, from_last, is_counted, operands
+from .following import Comparing, Flow, Origin, is_learned, same_factor, take
+from .functions import (
+    ADDS,
+    NO_EQUATION,
+    PRODUCTS_AND_SOFTMAX,
+    SCALES,
+    SOFTMAX,
+    alpha,
+    equation,
+    from_last,
+    is_counted,
+    name_of,
+    number,
+    operands,
+)
 from .sites import Found, FoundSite, beyond_operands, in_compiled_graph, refuse_checkpoint, site_draft, without_factors
 from .universal import ATTENTION_FUNCTIONS
 
@@ -123,9 +136,10 @@ class Written(Found):
     # their softmax is not over all keys.
     layout: str | None = None
     shifted: bool = False  # the host subtracts the largest logit of each row, or the like
+    late: bool = False  # something takes a product before the host multiplies it by its factor, or without that
 
     does = "writes attention out"
-    flags = (*Found.flags, "multiplied", "shifted")
+    flags = (*Found.flags, "multiplied", "shifted", "late")
     optional: ClassVar[Mapping[str, Any]] = {**Found.optional, "layout": None}
 
     @property
@@ -220,6 +234,9 @@ class _Preparing(Comparing):
         self.mechanism = mechanism = site.mechanism
         self.keeps = not mechanism.fused or mechanism.monitor is not None  # whether the softmax needs `formed`
         self.rounded = False  # an operand has a half type
+        # Whether a factor of the host on a product is left out, and not only undone on q.
+        self.leaves = self.eager and not (site.untouched or self.known.late)
+        self.unscaled: dict[Origin, float] = {}  # products that wait for that multiplication -> the factor
         self.formed: dict[int, _Formed] = {}  # by the number of products before it
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -230,7 +247,26 @@ class _Preparing(Comparing):
             return self._weigh(func, args, kwargs) if known == SOFTMAX else self._multiply(known, func, args, kwargs)
         if self.eager and func in ATTENTION_FUNCTIONS:
             self.refuse(f"calls {ATTENTION_FUNCTIONS[func].name} too")
+        if self.unscaled and (logits := self._leave_out(func, args, kwargs)) is not None:
+            return logits
         return self.call(func, args, kwargs)
+
+    def _leave_out(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+        """Return logits as they are if a call multiplies them by the factor that is to be left out; None for others."""
+        if (name := name_of(func)) not in SCALES or kwargs:
+            return None
+        logits, factor = args if name == "div" or isinstance(args[0], Tensor) else args[::-1]
+        flows, by = self.flows(logits), number(factor)
+        if len(flows) != 1 or (origin := flows[0].origin) not in self.unscaled or origin.takers or not by:
+            return None
+        by, is_tensor = by if name == "mul" else 1 / by, isinstance(factor, Tensor)
+        if (is_tensor and factor.requires_grad) or not same_factor(by, self.unscaled[origin], rounded=self.rounded):
+            return None
+        del self.unscaled[origin]
+        take(flows, by)
+        out: Tensor = func(logits, torch.ones_like(factor)) if is_tensor and factor.dim() else logits  # in its type
+        self.note(out, (flows[0].times(by),))
+        return out
 
     def _is_mask(self, x: Any) -> bool:
         """Return whether a tensor may be a mask that the host multiplies logits by, as it did in the example."""
@@ -246,15 +282,15 @@ class _Preparing(Comparing):
             )
 
     def _multiply(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        number = self.products
-        place = number % len(self.known.products)
+        nth = self.products
+        place = nth % len(self.known.products)
         self.products += 1
         product, parts = self.known.products[place], operands(name, args, kwargs)
         if parts is None:
             return func(*args, **kwargs)
         head, a, b, rest = parts
         if self.eager and product != PROJECTION and _is_projection(product, a, b):
-            self.products = number
+            self.products = nth
             return func(*args, **kwargs)
         if not isinstance(product, Product):
             return func(*args, **kwargs)
@@ -273,9 +309,14 @@ class _Preparing(Comparing):
                 a, b = product.in_order(self._prepare(product, q, k))
             out = func(*head, a, b, **rest)
             if self.keeps:
-                self.formed[number] = _Formed(product, q, k, out.shape)
+                self.formed[nth] = _Formed(product, q, k, out.shape)
         if self.eager:
-            self.note(out, (Flow(Origin("product", place), alpha(rest)), *self.addends(head, rest)))
+            flow = Flow(Origin("product", place), alpha(rest))
+            self.note(out, (flow, *self.addends(head, rest)))
+            if name in ADDS:
+                take([flow])
+            if self.leaves and product.query is not None and product.factors[2] != 1:
+                self.unscaled[flow.origin] = product.factors[2]
         return out
 
     def _prepare(self, product: Product, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -285,7 +326,7 @@ class _Preparing(Comparing):
         if self.site.keeps_queries:  # one multiplication in place of two
             factors = (1.0, *factors[1:])
         q, k, scale = score(*without_factors((q, k), factors), k, mask=None, is_causal=False)
-        scale = scale / product.factors[2] / product.undone[0] * factors[0]
+        scale = scale / product.undone[0] * factors[0] / (1 if self.leaves else product.factors[2])
         return product.turns[0].turn_back(q if scale == 1 else q * scale), product.turns[1].turn_back(k)
 
     def _weigh(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -337,6 +378,8 @@ class _Preparing(Comparing):
             self.refuse(
                 f"takes a softmax of the products, factors and caps {found}, and in the example of {known.terms}"
             )
+        if any(flow.origin in self.unscaled for flow in self.flows(logits)):
+            self.refuse("changes its product before it multiplies it by its factor, unlike in the example")
 
     def _take(self, known: SoftmaxOf, rounds: int) -> list[_Formed]:
         """Return the products of q and k under a softmax, after some whole `rounds`; none for other softmaxes."""
