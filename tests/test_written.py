@@ -1113,6 +1113,7 @@ def changed(m, q, k, v, way=""):
     logits = logits + PAST if way == "bias before" else logits
     logits = logits * {"factor": 0.3, "near factor": 1.003 * D**-0.5}.get(way, D**-0.5)
     logits = logits.tanh() if way == "function" else logits
+    logits = logits.gather(-1, logits.argsort(-1)) if way == "sorted" else logits
     if way in ("samples", "heads"):
         logits = logits * (q.new_tensor([[1.0], [2.0]]) if way == "samples" else m.temperature.exp())[..., None, None]
     if way == "queries":
@@ -1126,7 +1127,19 @@ def changed(m, q, k, v, way=""):
 
 @pytest.mark.parametrize(
     "way",
-    ["factor", "near factor", "bias before", "function", "path", "longer", "samples", "heads", "queries", "a call too"],
+    [
+        "factor",
+        "near factor",
+        "bias before",
+        "function",
+        "sorted",
+        "path",
+        "longer",
+        "samples",
+        "heads",
+        "queries",
+        "a call too",
+    ],
 )
 def test_another_way_than_in_the_example_is_refused(way):
     model, x = make(changed, "quest")

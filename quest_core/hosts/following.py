@@ -66,6 +66,7 @@ from .functions import (
 LEARNED = "a learned factor"
 MULTIPLES = "a sum of its multiples"
 TENSOR = "a tensor of factors"
+NO_TENSORS = (int, float, torch.dtype, torch.device, torch.Size)  # as tensor.shape returns
 SAME = 1e-5  # relative difference of factors that are one
 ROUNDED = 2**-7  # the same where a tensor of bfloat16 rounds them
 
@@ -411,11 +412,24 @@ class Comparing(Following):
         """Return the result of a function that is not the attention."""
         # The one method that Dynamo reads only as a method.
         out = args[0].unflatten(*args[1:], **kwargs) if func is Tensor.unflatten else func(*args, **kwargs)
-        if self.eager:
+        if self.eager and not isinstance(out, NO_TENSORS):
             name = name_of(func)
             if name in SCALES or self.knows(args) or (kwargs and self.knows(kwargs.values())):
                 self.follow(name, func, args, kwargs, out)
         return out
+
+    def follow(self, name: str, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        """Follow; most steps move one tensor, or shift or hide logits, and need none of the other rules."""
+        if not kwargs and isinstance(out, Tensor) and out is not args[0] and out.is_floating_point():
+            place = int(name == "where")
+            flows = self.flows(args[place])
+            keeps = name in KEEPS and name != "neg" and all(flow.origin.number >= 0 for flow in flows)
+            if flows and (keeps or name in MOVES_ONE) and not self.knows((*args[:place], *args[place + 1 :])):
+                if name not in MOVES_ONE:
+                    take(flows)
+                self.note(out, flows)
+                return
+        super().follow(name, func, args, kwargs, out)
 
     def _may_gate(self, x: Any) -> bool:
         if not isinstance(x, Tensor):
