@@ -1171,6 +1171,7 @@ def multiplied_in_place(m, q, k):
 SCALED = {  # name -> logits, the bias in them, and how often they are multiplied by a number
     "product": (lambda m, q, k: q @ k.mT * S + PAST, 1, 0),
     "reflected": (lambda m, q, k: torch.mul(S, q @ k.mT) + PAST, 1, 0),
+    "reflected tensor": (lambda m, q, k: torch.tensor(S) * (q @ k.mT) + PAST, 1, 0),
     "quotient": (lambda m, q, k: q @ k.mT / torch.tensor(D).sqrt() + PAST, 1, 0),
     "in place": (lambda m, q, k: multiplied_in_place(m, q, k) + PAST, 1, 0),
     "moved": (lambda m, q, k: (torch.einsum("bhid,bhjd->bijh", q, k) * S).permute(0, 3, 1, 2) + PAST, 1, 0),

@@ -255,7 +255,7 @@ class _Preparing(Comparing):
         """Return logits as they are if a call multiplies them by the factor that is to be left out; None for others."""
         if (name := name_of(func)) not in SCALES or kwargs:
             return None
-        logits, factor = args if name == "div" or isinstance(args[0], Tensor) else args[::-1]
+        logits, factor = args[::-1] if name == "mul" and not self.flows(args[0]) else args
         flows, by = self.flows(logits), number(factor)
         if len(flows) != 1 or (origin := flows[0].origin) not in self.unscaled or origin.takers or not by:
             return None
@@ -264,7 +264,8 @@ class _Preparing(Comparing):
             return None
         del self.unscaled[origin]
         take(flows, by)
-        out: Tensor = func(logits, torch.ones_like(factor)) if is_tensor and factor.dim() else logits  # in its type
+        # A factor that has axes may change the type of the logits.
+        out: Tensor = func(logits, torch.ones_like(factor)) if is_tensor and factor.dim() else logits
         self.note(out, (flows[0].times(by),))
         return out
 
